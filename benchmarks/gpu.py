@@ -15,7 +15,7 @@ from common import all_close,bars,main,now,on_ranks,processor,quartiles,ratio_te
 from growth import vote
 from learnerdist.all import MixedPrecision
 from learnerdist.core.env import default_device,in_group,process_group,setup_distrib,teardown_distrib
-from learnerdist.core.shards import whole
+from learnerdist.core.shards import full_tensor
 from learnerdist.distributed.vote_links import GlooLinks,open_links
 from options import plain,sgd
 from sharded import Block
@@ -113,7 +113,7 @@ def measure_model(ways, tol, case):
             first[k] = now()-start # what a compiler needs, for one
         times = turns({k: as_way(task, train, losses, k) for k,(_,train) in made.items()}, n_rounds)
         base = [*made['bare DDP'][0].parameters()]
-        diffs = {k: max((whole(a)-b).abs().max().item() for a,b in zip(m.parameters(), base)) for k,(m,_) in made.items()}
+        diffs = {k: max((full_tensor(a)-b).abs().max().item() for a,b in zip(m.parameters(), base)) for k,(m,_) in made.items()}
     all_close('weights', diffs, tol)
     counts,memory = {},{}
     if gpu:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader,TensorDataset
 from learnerdist.all import Callback,DataLoaders,Learner,ProgressCallback,group_size,process_group
-from learnerdist.core.shards import is_part
+from learnerdist.core.shards import is_sharded
 from learnerdist.testing import run_ranks
 
 class Block(nn.Module):
@@ -48,7 +48,7 @@ def live(model, opt):
     "MiB of weights, gradients and optimizer state of this rank; memory that tensors share counts once"
     state = [v for s in opt.state.values() for v in s.values() if torch.is_tensor(v)]
     found = [t for t in [*model.parameters(), *[p.grad for p in model.parameters()], *state] if t is not None]
-    stored = [(t.to_local() if is_part(t) else t).untyped_storage() for t in found]
+    stored = [(t.to_local() if is_sharded(t) else t).untyped_storage() for t in found]
     return sum({o.data_ptr(): o.nbytes() for o in stored}.values())/2**20
 
 def small_threshold(): ctypes.CDLL(None).mallopt(-3, 2**16) # M_MMAP_THRESHOLD: tensors from 64 KiB go back to the system

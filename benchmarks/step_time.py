@@ -12,7 +12,7 @@ from learnerdist.core.collectives import all_sum
 from learnerdist.all import DataLoaders,Learner,ProgressCallback # all: with every callback that users have
 from learnerdist.data.loaders import to_device
 from learnerdist.core.env import default_device,group_rank,group_size,in_group,process_group
-from learnerdist.core.shards import whole
+from learnerdist.core.shards import full_tensor
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -189,7 +189,7 @@ def measure_model(ways, func, shape, bs, n_steps, n_rounds):
     with ExitStack() as stack:
         made = {k: way(task, stack) for k,way in ways.items()}
         times = turns({k: as_way(task, train, losses, k) for k,(_,train) in made.items()}, n_rounds)
-        params = {k: [whole(p).detach().clone() for p in model.parameters()] for k,(model,_) in made.items()}
+        params = {k: [full_tensor(p).detach().clone() for p in model.parameters()] for k,(model,_) in made.items()}
     base,mean = next(iter(params.values())),lambda o: all_sum(o.double())/group_size()
     diffs = {k: max((a-b).abs().max().item() for a,b in zip(v, base)) for k,v in params.items()}
     loss_diffs = {k: abs(mean(v)-mean(losses[next(iter(ways))])).item() for k,v in losses.items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .core.compat import TorchDispatchMode,tree_leaves
 from .core.env import planned_group
-from .core.shards import a_part,shard_place
+from .core.shards import a_part,shard_position
 from .core.stacks import need
 from .data.loaders import data_len
 from .distributed.engine import context_callbacks
@@ -153,7 +153,7 @@ def planned(cb:Planner)->Plan:
     learn,engine,W = cb.learn,cb.learn.runner,dist.get_world_size()
     model,opt = get_model(learn.model),tree_leaves(learn.opt.state_dict())
     like = a_part(model)
-    n = shard_place(like)[1] if like is not None else W # ranks that share the model, or would
+    n = shard_position(like)[1] if like is not None else W # ranks that share the model, or would
     memory = dict(weights=size_of(engine.all_params(), n), buffers=size_of(model.buffers(), 1))
     memory |= dict(gradients=size_of(cb.grads, n), optimizer=size_of(opt, n))
     weights,buffers,grads,opt = [o.whole for o in memory.values()]

@@ -20,7 +20,7 @@ from torch import Tensor,nn
 from .core.compat import tree_leaves,tree_map
 from .core.env import group_rank,group_size
 from .core.random import rng_state,same_streams,seed_streams,shared_rng
-from .core.shards import whole
+from .core.shards import full_tensor
 from .core.stacks import in_library,need
 from .data.distributed_dl import sample_hash,widened
 from .data.loaders import batch_shape,find_bs,loaders_of,one_batch
@@ -41,7 +41,7 @@ _size = 1024
 def sketch(t:Tensor)->tuple:
     """A short vector for `t`, of up to 1024 numbers, float64, on the CPU, and a hash of its bits. The distance of two
     vectors is about that of their tensors; up to 1024 elements it is exact"""
-    t = whole(t).detach().flatten().cpu()
+    t = full_tensor(t).detach().flatten().cpu()
     bits,t = tensor_hash(t).item(),t.double()
     if len(t)<=_size: return t.clone(),bits
     draw = torch.Generator().manual_seed(len(t))
@@ -153,7 +153,7 @@ class Recording:
         if self.n_alone: modules.load_state_dict(start['state'])
         # as many for one process
         torch.set_num_threads(start.setdefault('threads', torch.get_num_threads()))
-        start['state'] = {k: whole(t) for k,t in modules.state_dict().items()}
+        start['state'] = {k: full_tensor(t) for k,t in modules.state_dict().items()}
         if not self.n_alone and not group_rank(): torch.save(start, self.folder/'start.pt')
         dtypes = [str(p.dtype)[6:] for p in model.parameters() if p.is_floating_point()]
         steady = is_steady(learn.dls.train)

@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel,get_ema_multi_avg_fn
 from helpers import At,kill
 from learnerdist.all import *
 from learnerdist.core.compat import fsdp_on_cpu
-from learnerdist.core.shards import is_part
+from learnerdist.core.shards import is_sharded
 from learnerdist.distributed.comparison import digest
 from learnerdist.testing import run_ranks
 
@@ -55,13 +55,13 @@ def run(kind, ctx=None, evaluate=True, acc=0, fits=1):
     learn = make(kind, cbs=[EMA(.7, evaluate),*cbs], bs=6 if acc else 12)
     with learn.distrib_ctx(seed=3, **(ctx or {})):
         for _ in range(fits): learn.fit(2)
-        parts = {is_part(t) for t in (*learn.ema.weights.values(),*learn.model.parameters())}
+        parts = {is_sharded(t) for t in (*learn.ema.weights.values(),*learn.model.parameters())}
         preds = learn.get_preds()[0]
         with learn.ema.apply(): averaged = learn.validate()
     res = dict(weights=values(learn), average=learn.ema.weights, preds=preds, averaged=averaged, own=learn.validate())
     with learn.ema.apply(): res['applied'] = values(learn)
     if kind=='ours': res |= dict(losses=[o[:2] for o in learn.recorder.values])
-    assert not any(map(is_part, learn.ema.weights.values()))
+    assert not any(map(is_sharded, learn.ema.weights.values()))
     return res,parts
 
 def close(a, b, tol=1e-9): torch.testing.assert_close(a, b, atol=tol, rtol=tol)

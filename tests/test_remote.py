@@ -10,7 +10,7 @@ from learnerdist.all import (Callback, Checkpoint, Learner, Preempted, SaveModel
 from learnerdist.checkpoint import snapshot
 from learnerdist.core import remote
 from learnerdist.core.files import launch_folder
-from learnerdist.core.remote import RemoteError, place
+from learnerdist.core.remote import RemoteError, as_path
 from learnerdist.testing import run_ranks
 from test_sharded import Net, case, data, differs, make, needs_fsdp2, numbers
 
@@ -56,7 +56,7 @@ def same(a, b): return differs([a['w'],a['v']], [b['w'],b['v']])
 def stopped(at, stop, *args, **kw):
     with pytest.raises(ZeroDivisionError): train(at, *args, cbs=[At(stop)], **kw)
 
-def names(at): return [o.name for o in snapshot.snapshots(place(at))]
+def names(at): return [o.name for o in snapshot.snapshots(as_path(at))]
 
 # --- one process ------------------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ def test_a_fit_goes_on_as_from_a_local_folder(kind, memory, s3, tmp_path):
     for o in ('ck',at): stopped(o, 7, tmp_path)
     assert names(at)==names(tmp_path/'ck')==['epoch_0001-step_00000004','epoch_0001-step_00000006']
     with pytest.raises(ValueError, match='holds checkpoints of another run'): train(at, resume=False)
-    there = place(at)
+    there = as_path(at)
     there.fs.get(there.path+'/', f'{tmp_path}/down/', recursive=True)
     there.fs.put(f'{tmp_path}/ck/', (there.parent/'b').path+'/', recursive=True)
     for o in (at, str(there.parent/'b'), tmp_path/'ck', tmp_path/'down'):
@@ -82,7 +82,7 @@ def test_a_fit_goes_on_as_from_a_local_folder(kind, memory, s3, tmp_path):
 def test_a_manifest_that_leads_out_of_its_folder(parts, memory, tmp_path, monkeypatch):
     "Is no manifest: nothing is written elsewhere"
     if isinstance(parts, str) and parts[-1:]=='/': parts += f'{tmp_path}/elsewhere'.lstrip('/')
-    at = place('memory://run')/'epoch_0000-step_00000001'
+    at = as_path('memory://run')/'epoch_0000-step_00000001'
     info = dict(run='a', epoch=0, step=1)
     snapshot.write_snapshot(at, dict(model={}, state={}), info).result()
     found = json.loads((at/'manifest.json').read_bytes())
@@ -91,7 +91,7 @@ def test_a_manifest_that_leads_out_of_its_folder(parts, memory, tmp_path, monkey
     memory.pipe_file(f'{at.path}/manifest.json', json.dumps(found|dict(parts=parts)).encode())
     with pytest.raises(ValueError, match='manifest.json is no manifest'): make(case(model=Net)).load('memory://run')
     assert not (tmp_path/'elsewhere').exists()
-    with pytest.raises(ValueError, match="path='/run/../x': an address has no"): place('memory://run/../x')
+    with pytest.raises(ValueError, match="path='/run/../x': an address has no"): as_path('memory://run/../x')
 
 def test_the_best_models_and_a_second_fit_at_an_address(memory, tmp_path):
     "`keep` removes what is no longer among the best. `fine_tune` with a `Checkpoint`, and what is loaded then: of its last fit"
@@ -99,9 +99,9 @@ def test_the_best_models_and_a_second_fit_at_an_address(memory, tmp_path):
     learn.splitter = lambda m: [[p] for p in m.parameters()]
     with learn.no_logging():
         learn.fit(4, cbs=SaveModelCallback(fname='memory://best/m', monitor='train_loss', keep=2))
-        assert sorted(place('memory://best').files())==['m_2.pth','m_3.pth']
+        assert sorted(as_path('memory://best').files())==['m_2.pth','m_3.pth']
         learn.fine_tune(1, cbs=Checkpoint('memory://tuned'))
-    assert {o.partition('/')[0] for o in place('memory://tuned').files()}=={'epoch_0001-step_00000004','fit_2'}
+    assert {o.partition('/')[0] for o in as_path('memory://tuned').files()}=={'epoch_0001-step_00000004','fit_2'}
     assert differs(make(case(model=Net)).load('memory://tuned').model.state_dict(), learn.model.state_dict())==0
 
 def test_a_learner_has_a_local_folder(tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_learner_has_a_local_folder(tmp_path, monkeypatch):
 def test_a_memory_that_each_rank_has_for_itself(memory, monkeypatch):
     "Is refused: nobody else reads it, and a restart would find nothing"
     for k,v in dict(RANK='0', WORLD_SIZE='2').items(): monkeypatch.setenv(k, v)
-    with pytest.raises(ValueError, match=r"path='memory://r': each rank has its own.*in_memory=10"): place('memory://r')
+    with pytest.raises(ValueError, match=r"path='memory://r': each rank has its own.*in_memory=10"): as_path('memory://r')
 
 def test_beside_states_in_memory(memory, tmp_path):
     "The newer one is taken"
@@ -207,9 +207,9 @@ def test_what_cannot_succeed_is_tried_once(memory, monkeypatch):
     for error in (TypeError,ValueError,KeyError,AttributeError,NotImplementedError,PermissionError):
         def info(path, error=error): raise error('no')
         monkeypatch.setattr(memory, 'info', info)
-        with pytest.raises(RemoteError, match=f'memory:///run/a: {error.__name__}'): place('memory://run/a').exists()
+        with pytest.raises(RemoteError, match=f'memory:///run/a: {error.__name__}'): as_path('memory://run/a').exists()
     for address,why in {'s3://':'give a folder or a file', 'nope://run':'nope://run: .*not known.*such as s3://bucket'}.items():
-        with pytest.raises(ValueError, match=why): place(address)
+        with pytest.raises(ValueError, match=why): as_path(address)
 
 def test_two_states_are_on_the_way_at_most(memory, tmp_path):
     "Training does not wait for an upload, the third state does; SIGTERM waits for all"
@@ -237,7 +237,7 @@ def on_ranks(f, *args, **kw):
 
 def goes_on(at, shard, stop=None, faults=None):
     "On a rank: the run, its warnings, and what this rank has downloaded"
-    fs = place(at).fs
+    fs = as_path(at).fs
     found = Faults(fs, *(faults or {}).get(group_rank(), ()))
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter('always')
@@ -251,8 +251,8 @@ def test_ranks_go_on_from_s3(shard, s3, tmp_path):
     "And on other numbers of ranks. A rank reads its rows only; one copy of what all need is downloaded to a machine"
     whole = run_ranks(on_ranks, 2, train, 'ck', tmp_path, None, shard)
     with pytest.raises(Exception, match='on purpose'): run_ranks(on_ranks, 2, goes_on, f'{s3}/a', shard, 5)
-    fs = place(s3).fs
-    for W in (1,3): fs.copy(place(f'{s3}/a').path, place(f'{s3}/{W}').path, recursive=True)
+    fs = as_path(s3).fs
+    for W in (1,3): fs.copy(as_path(f'{s3}/a').path, as_path(f'{s3}/{W}').path, recursive=True)
     found = run_ranks(on_ranks, 2, goes_on, f'{s3}/a', shard)
     assert [same(a, b[0]) for a,b in zip(whole, found)]==[0,0]
     read = [o[2] for o in found]
@@ -278,7 +278,7 @@ def test_a_rank_that_cannot_upload_does_not_end_the_run(s3):
         assert all(o.startswith('[not-uploaded]') and 'cut' in o and ('rank 1 failed' in o)==rank for o in messages)
         assert names(at)==['epoch_0000-step_00000002']
         assert [same(a[0], b[0]) for a,b in zip(whole, run_ranks(on_ranks, 2, goes_on, at, True))]==[0,0]
-        assert names(at)[-1]=='epoch_0003-step_00000009' and not snapshot.snapshots(place(at), False)
+        assert names(at)[-1]=='epoch_0003-step_00000009' and not snapshot.snapshots(as_path(at), False)
 
 def without_pauses(at, faults, shard=True):
     remote.pauses = 0,0,0
@@ -289,7 +289,7 @@ def killed(at, shard, kill):
     def end(f, k, fs, *args):
         if after: f(*args)
         os.kill(os.getpid(), signal.SIGKILL)
-    fs = place(at).fs
+    fs = as_path(at).fs
     if group_rank()==rank: Faults(fs, end, [n], ['put_file','rm'])
     return train(at, shard=shard, keep=1)
 
@@ -305,10 +305,10 @@ def test_killed_in_each_phase(W, kills, s3):
         at = f'{s3}/{"-".join(map(str, kill))}'
         with pytest.raises(Exception, match='SIGKILL'): run_ranks(on_ranks, W, killed, at, W>1, kill)
         there = names(at)
-        found = snapshot.newest_good(place(at))
+        found = snapshot.newest_good(as_path(at))
         assert not there and found is None or found.folder.name==there[-1] and not found.bad
         for a,b in zip(whole, run_ranks(on_ranks, W, train, at, shard=W>1, keep=1)): assert same(a, b)==0
-        assert {o.partition('/')[0] for o in place(at).files()}=={'epoch_0003-step_00000009'}
+        assert {o.partition('/')[0] for o in as_path(at).files()}=={'epoch_0003-step_00000009'}
 
 class Line:
     "A way to the server; connections of which `cut` says it are cut after so many bytes"
@@ -388,7 +388,7 @@ def fastais():
 @pytest.mark.parametrize('fastai', [False, True])
 def test_files_in_memory(fastai, memory):
     assert file_of('memory://files', fastai)==[0]*(4 if fastai else 6)
-    assert sorted(place('memory://files').files())==['e.pth',*(['m.pth'] if fastai else ['m.pth','m.safetensors'])]
+    assert sorted(as_path('memory://files').files())==['e.pth',*(['m.pth'] if fastai else ['m.pth','m.safetensors'])]
     with pytest.raises(FileNotFoundError, match='none'): make(case(model=Net)).load('memory://files/none')
 
 @pytest.mark.slow

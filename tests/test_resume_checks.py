@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 from helpers import At
 from learnerdist.all import (Callback, Checkpoint, DataLoaders, EarlyStoppingCallback, Learner, RankError, Scheduler, TfmdDL)
-from learnerdist.checkpoint.callback_state import load_states,part_of,states_of
+from learnerdist.checkpoint.callback_state import load_states,state_of_rank,states_of
 from learnerdist.checkpoint.snapshot import snapshots
 from learnerdist.distributed.comparison import digest
 from learnerdist.testing import run_ranks
@@ -287,4 +287,4 @@ def test_a_file_sets_only_what_fit_state_names():
 def test_the_state_of_a_callback_that_rank_0_alone_has():
     "A restart with fewer ranks"
     states = [dict(a=dict(seen=torch.tensor(2.)), b=dict(n=torch.tensor(5.))),dict(a=dict(seen=torch.tensor(1.)))]
-    assert [part_of([], states, r, False) for r in (0,1)]==[dict(a=dict(seen=3.), b=dict(n=5.)),dict(a=dict(seen=0.), b=dict(n=0.))]
+    assert [state_of_rank([], states, r, False) for r in (0,1)]==[dict(a=dict(seen=3.), b=dict(n=5.)),dict(a=dict(seen=0.), b=dict(n=0.))]

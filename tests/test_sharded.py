@@ -10,9 +10,9 @@ from learnerdist.all import (Callback, CancelBackwardException, CancelBatchExcep
                              CancelTrainException, DataLoaders, EarlyStoppingCallback,
                              GradientAccumulation, GradientClip, Learner, Lookahead,
                              group_rank, group_size, process_group, rank_distrib)
-from learnerdist.core.compat import fsdp_on_cpu, whole_grads
+from learnerdist.core.compat import fsdp_on_cpu, full_grads
 from learnerdist.core.env import shared_store, wait_key
-from learnerdist.core.shards import is_part, load_opt, map_tensors, part_of, whole
+from learnerdist.core.shards import is_sharded, load_opt, map_tensors, shard_of, full_tensor
 from learnerdist.distributed import sharded as sharded_module
 from learnerdist.learner.callback import cancels, inner_events
 from learnerdist.testing import run_ranks
@@ -98,7 +98,7 @@ def run(c, W=1, rank=0, sharded=False):
     with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': c['shard']} if sharded or W>1 else {}), **c['ctx']):
         start = learn.validate() # before any other pass
         for n in c['fits']: (learn.fit_one_cycle if c['cycle'] else learn.fit)(n)
-        sharded = W==1 or all(is_part(p) for p in learn.model.parameters())
+        sharded = W==1 or all(is_sharded(p) for p in learn.model.parameters())
         res = dict(start=start, values=numbers(learn), losses=list(learn.recorder.losses), lrs=list(learn.recorder.lrs), n=learn.train_iter,
                    preds=learn.get_preds(), norms=[x for cb in learn.cbs for x in getattr(cb, 'norms', [])],
                    short=learn.get_preds(dl=DataLoader(data(1, 7), 3)))
@@ -184,7 +184,7 @@ class Exchanges(Callback):
     def after_batch(self):
         if not self.training: return
         self.counts.append(self.n)
-        self.held.append(sum(t.nbytes for t in whole_grads(self.model)))
+        self.held.append(sum(t.nbytes for t in full_grads(self.model)))
         self.n = 0
     def after_fit(self): setattr(dist, reduce_scatter, self.real)
 
@@ -447,7 +447,7 @@ def refusals():
         with process_group():
             m = model()
             learn = Learner(DataLoaders(DataLoader(data(8), 2), DataLoader(data(8), 2)), m, F.cross_entropy)
-            if any(p.is_meta or is_part(p) for p in m.parameters()): learn.prepare_model = lambda: None
+            if any(p.is_meta or is_sharded(p) for p in m.parameters()): learn.prepare_model = lambda: None
             before = [(type(o),{*vars(o)}) for o in m.modules()]
             if k=='no_cpu': sharded_module.fsdp_on_cpu = False
             try:
@@ -498,7 +498,7 @@ within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, 
               calls=(Net, {}, lambda o: o.fit(1, cbs=Calls()), 'calls the model on rank 0 only, which has a part of it: after the context'),
               loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'Begin with a new optimizer: fit(…, reset_opt=True)'),
               factored=(Net, dict(opt=factored), None, 'cannot be cut as they are: set learn.opt = None before the context'),
-              shapes=(Net, {}, lambda o: part_of(torch.zeros(9), o.model.head.weight), 'a tensor of shape (9,) has no parts like'),
+              shapes=(Net, {}, lambda o: shard_of(torch.zeros(9), o.model.head.weight), 'a tensor of shape (9,) has no parts like'),
               alone=(Net, {}, alone_in_evaluation, 'no rank has run the model in 3 s: validate and predict on all ranks'))
 
 def refused_within():

@@ -9,7 +9,7 @@ from fastai.data.load import DataLoader
 from fastai.optimizer import Adam, OptimWrapper, SGD, ranger
 from functools import partial
 from learnerdist.all import group_rank, group_size, process_group
-from learnerdist.core.shards import is_part
+from learnerdist.core.shards import is_sharded
 from fastai.text.learner import TextLearner
 from learnerdist.fastai import checkpoint
 from learnerdist.testing import run_ranks
@@ -49,7 +49,7 @@ def run(c, path, W=1):
         elif c['do']=='amp': learn.to_fp16().fit(1) # fastai's: on the CPU it makes predictions float32, and no more
         elif c['do']=='fits':
             for _ in range(3): learn.fit(1) # gradients of an incomplete group stay until the next one
-        assert W==1 or all(is_part(p) for p in learn.model.parameters())
+        assert W==1 or all(is_sharded(p) for p in learn.model.parameters())
         res |= dict(values=[list(o) for o in learn.recorder.values], losses=list(learn.recorder.losses), preds=list(learn.get_preds()))
         if c['files']:
             learn.save('now')

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from learnerdist.all import Callback, DataLoaders, Learner, process_group
 from learnerdist.testing import run_ranks
-from learnerdist.core.shards import is_part
+from learnerdist.core.shards import is_sharded
 from test_sharded import needs_fsdp2
 
 class Layer(nn.Module):
@@ -27,7 +27,7 @@ def live_bytes(learn):
     "Bytes of weights, gradients and optimizer state on this rank; tensors that share memory count once"
     state = [v for s in learn.opt.state.values() for v in s.values() if torch.is_tensor(v)]
     found = [t for p in learn.model.parameters() for t in (p,p.grad) if t is not None]+state
-    stored = [(t.to_local() if is_part(t) else t).untyped_storage() for t in found]
+    stored = [(t.to_local() if is_sharded(t) else t).untyped_storage() for t in found]
     return {o.data_ptr(): o.nbytes() for o in stored}
 
 def rss(): # bytes of this process that are in memory

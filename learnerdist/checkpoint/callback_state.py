@@ -92,7 +92,7 @@ def _load(cb, state, kind):
         if isinstance(old, list): old[:] = v # other callbacks may hold the same list
         else: setattr(cb, k, L(v) if isinstance(old, L) else v)
 
-def part_of(cbs, states:list, rank:int, adds_up:bool)->dict:
+def state_of_rank(cbs, states:list, rank:int, adds_up:bool)->dict:
     """On another number of ranks, rank 0 gets the sum over the old ranks' `rank_state`, and other ranks get zeros.
     adds_up: whether the loss is a sum, S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ"""
     res,totals = {},{k: getattr(type(cb), 'totals_by_step', None) for k,cb in _keyed(cbs).items()}

@@ -19,8 +19,8 @@ from ..learner.finder import finder_skips
 from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
 from ..core.env import count,group_rank,group_size,is_rank0
 from ..core.files import shrinks
-from ..core.remote import Remote,place
-from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_place,split_rows
+from ..core.remote import Remote,as_path
+from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_position,split_rows
 from ..core.stacks import need,preempted_status,warn
 from ..data.loaders import to_device
 from ..distributed.engine import context_callbacks
@@ -28,7 +28,7 @@ from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.losses import loss_over
 from ..learner.techniques import trained_weights
 from .callback_state import check_model,check_run,config_changes,load_states
-from .callback_state import horizons,part_of,settle,states_of
+from .callback_state import horizons,state_of_rank,settle,states_of
 from .position import PlacedLoader,Seeds,go_back,place_in_epoch,read_alone
 from .position import between_epochs,end,validation
 from .snapshot import Found,Writers,on_cpu,to_plain
@@ -112,7 +112,7 @@ class When:
         is_due = is_rank0() and any(time.monotonic()-self.clock>=o.total_seconds() for o in times)
         return is_due,self.requests.got is not None
 
-    def hear(self, save:bool, stop:bool):
+    def receive(self, save:bool, stop:bool):
         "Take the requests of all ranks, after the same batch on each"
         if save or stop: self.clock = time.monotonic()
         if save: self.due |= {k for k,every in self.plan.items() if isinstance(every, timedelta)}
@@ -179,7 +179,7 @@ class FitState:
         None: nothing. Sync point"""
         every,like = gather_objects(captured['own'], 0 if where.is_alone else None),a_part(self.model)
         self.n_states += 1
-        i,n,again = (0,1,not where.leads) if like is None else shard_place(like)
+        i,n,again = (0,1,not where.leads) if like is None else shard_position(like)
         if again: return None
         at = captured['place']
         info = dict(run=self.run_id, epoch=at['epoch'], step=at['step'], place=at, config=self.config)
@@ -219,7 +219,7 @@ class FitState:
         if not self.trainer: lost = [o for o in lost if o!='distributed_trainer'] # only a context has it
         if lost: warn('unused-state', f'{self.source} has the state of {", ".join(lost)}, which this fit does not have')
         own = [o['cbs'] for o in self.loaded['ranks']]
-        part = own[self.rank] if self.alike else part_of(cbs, own, self.rank, self.adds_up)
+        part = own[self.rank] if self.alike else state_of_rank(cbs, own, self.rank, self.adds_up)
         load_states(cbs, part, 'rank_state')
 
     def go_back(self, at:dict):
@@ -265,7 +265,7 @@ class Checkpoint(Callback):
         learn,runner = self.learn,self.learn.runner
         trainer = None if runner.is_alone else runner
         self.engine = trainer if group_size()>1 else None
-        folder = place(self.path, learn.path)
+        folder = as_path(self.path, learn.path)
         if self.n_fits: folder = folder/f'fit_{self.n_fits+1}'
         self.files = Files(folder, self.keep, self.background, self.engine is not None)
         self.state,self.when = FitState(learn, trainer),When(self._plan(), self.signals)
@@ -373,14 +373,14 @@ class Checkpoint(Callback):
     def after_batch(self):
         if not self.active or self.learn.runner.loop.more_parts: return
         if self.training: self.when.after_step(self.train_iter)
-        if self.engine is None: self.hear(*self.wishes())
+        if self.engine is None: self.receive(*self.wishes())
 
     def wishes(self)->tuple:
         "See `When`; part of each vote"
         return self.when.wishes()
-    def hear(self, save:bool, stop:bool):
+    def receive(self, save:bool, stop:bool):
         "The requests of all ranks, after the same batch on each"
-        self.when.hear(save, stop)
+        self.when.receive(save, stop)
         if stop and self.phase=='validate': self.commit('validate')
 
     def after_train(self): self.phase = 'trained'

@@ -24,7 +24,7 @@ from ..core.env import group_rank,group_timeout,is_rank0
 from ..core.env import pack_error,shared_store,unpack_error,wait_keys
 from ..core.files import own_folder,whole_file
 from ..core.remote import Remote,RemoteError,copied,here,written
-from ..core.shards import is_part,put_together
+from ..core.shards import is_sharded,put_together
 from ..core.stacks import need
 from ..core.weights import DamagedFile,load_plain,map_bytes,read_bytes,save_sealed
 from ..learner.saving import in_folders
@@ -42,7 +42,7 @@ def to_plain(o, at:str):
     """`o` as plain data, which can be read without running code: containers are copied, tensors are not. ValueError if
     it holds something else; `at` names it"""
     if type(o) in plain_types: return o
-    if isinstance(o, Tensor): return o.detach() if is_part(o) else o.detach().as_subclass(Tensor)
+    if isinstance(o, Tensor): return o.detach() if is_sharded(o) else o.detach().as_subclass(Tensor)
     if isinstance(o, dict): return {to_plain(k, at): to_plain(v, f'{at}/{k}') for k,v in o.items()}
     if type(o) in (list,tuple) and are_plain(o): return o[:]
     if isinstance(o, (list,tuple,deque,L)):
@@ -57,7 +57,7 @@ def on_cpu(o, copy:bool, memo:dict):
     if isinstance(o, dict): return {k: on_cpu(v, copy, memo) for k,v in o.items()}
     if isinstance(o, (list,tuple)): return type(o)(on_cpu(v, copy, memo) for v in o)
     if not isinstance(o, Tensor): return o
-    if is_part(o): return o.clone()
+    if is_sharded(o): return o.clone()
     key = o.device,o.dtype,o.data_ptr(),o.shape,o.stride()
     if key not in memo: memo[key] = o.to('cpu', copy=copy or o.untyped_storage().nbytes()>o.nbytes)
     return memo[key]

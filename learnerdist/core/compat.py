@@ -146,7 +146,7 @@ def forget_passes(model):
         g.comm_ctx.post_forward_order.clear()
         g._post_forward_indices.clear()
 
-def whole_grads(model, drop=False)->list:
+def full_grads(model, drop=False)->list:
     """The gradients of micro-batches that were not exchanged, as FSDP2 stores them on this rank. model: that
     `fully_shard` was applied to; drop: whether FSDP2 is to forget them; returns: tensors of whole shape"""
     params = [*chain(*[g.fsdp_params for g in _fsdp_groups(model)])]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .env import RankError,count,counted,group_rank,group_size,group_timeout,in_group
 from .env import is_rank0,launch_store,pack_error,phase,process_group,rank_distrib
 from .env import shared_store,unpack_error,wait_key,wait_keys
-from .remote import place,written
+from .remote import as_path,written
 
 # %% ../../nbs/core/03_rank0.ipynb #c018
 _running = []
@@ -50,7 +50,7 @@ def _in_turn(func, store, me, what):
     key,nested = f'rank0_first/{count("rank0_first")}',bool(_running)
     _running.append(key)
     try:
-        if me: _hear_rank0(store, key, what)
+        if me: _await_rank0(store, key, what)
         res = func()
         if not me: store.set(key, 'done')
     except BaseException as e:
@@ -64,7 +64,7 @@ def _in_turn(func, store, me, what):
 
 def _without_rank0(): return suppress(dist.DistNetworkError) # rank 0 ran the store, and has left
 
-def _hear_rank0(store, key, what):
+def _await_rank0(store, key, what):
     try: state = wait_key(store, key, _week, 0, what)
     except dist.DistNetworkError as e: raise RankError(*_lost) from e
     if state!='done': raise unpack_error(state)
@@ -79,22 +79,22 @@ def save_once(
     count(_saves(path))
     if not is_rank0(): return
     try:
-        with written(place(path)) as tmp: write(tmp)
+        with written(as_path(path)) as tmp: write(tmp)
     except BaseException as e:
         # to ranks that wait for rank 0's next load
         _tell(path, counted(_loads(path))+1, pack_error(e))
         raise
 
 # %% ../../nbs/core/03_rank0.ipynb #c025b
-def _saves(path): return f'save {place(path).absolute()}'
+def _saves(path): return f'save {as_path(path).absolute()}'
 def was_saved(path)->bool:
     "Whether `save_once` was called with this path in this run"
     return counted(_saves(path))>0
 
-def _loads(path): return f'load {phase()}/{place(path).name}'
+def _loads(path): return f'load {phase()}/{as_path(path).name}'
 def _tell(path, n, error='', found=None):
     store = shared_store()
-    message = json.dumps([str(place(path).absolute()),found and str(found),error])
+    message = json.dumps([str(as_path(path).absolute()),found and str(found),error])
     if store is not None: store.set(f'{_loads(path)}/{n}', message)
 
 # %% ../../nbs/core/03_rank0.ipynb #c026
@@ -105,7 +105,7 @@ def await_save(
 ):                        # The path to read
     """Wait until rank 0 makes this call too, or goes on to where ranks meet: it has saved by then. `RankError` if
     its save failed"""
-    path,store = place(path).absolute(),shared_store()
+    path,store = as_path(path).absolute(),shared_store()
     find = find or (lambda: path if path.exists() else None)
     if store is None or is_rank0():
         found = find()
@@ -128,7 +128,7 @@ def _of_rank0(store, path, timeout_s, find):
         if message is None: raise TimeoutError(late)
         there,found,error = json.loads(message)
         if there==str(path) and error: raise unpack_error(error)
-        if there==str(path): return found and place(found)
+        if there==str(path): return found and as_path(found)
         if path.exists(): continue
         why = f'this rank loads {path}, which is not there, and rank 0 loads {there}'
         raise ValueError(f'{why}: rank 0 writes, so give all ranks one folder, or use distrib_ctx')

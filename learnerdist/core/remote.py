@@ -23,7 +23,7 @@ _for_good = PermissionError,TypeError,ValueError,LookupError,AttributeError,NotI
 class RemoteError(RuntimeError): "A file system that did not do what it was asked for, in several attempts"
 
 class Remote:
-    "A file or a folder of a file system of fsspec, as far as it is used like a `Path`; `place` makes it"
+    "A file or a folder of a file system of fsspec, as far as it is used like a `Path`; `as_path` makes it"
     def __init__(self, fs, path, cache=None):
         self.fs,self.path,self.cache = fs,path.rstrip('/'),cache
         # a name from a file there could lead out of the folder into which it is copied
@@ -93,7 +93,7 @@ class Remote:
         if there!=own: raise OSError(f'{own} bytes here, and {there} there')
 
 # %% ../../nbs/core/01_remote.ipynb #rm000007
-def place(path, base='.'):
+def as_path(path, base='.'):
     """`path` in the folder `base`, a `Path`. An address, such as s3://bucket/run, is a `Remote`; file:// is a path.
     ImportError without its package, ValueError if no file system has such addresses"""
     if isinstance(path, Remote): return path

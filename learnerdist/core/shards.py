@@ -21,13 +21,13 @@ from .env import count,everyones,group_rank,group_size,shared_store
 from .stacks import need
 
 # %% ../../nbs/core/05_shards.ipynb #hb26b00b
-def is_part(o)->bool:
+def is_sharded(o)->bool:
     "Whether `o` is this rank's part of a tensor: torch's `DTensor`"
     return hasattr(o, 'full_tensor')
 
 def a_part(model):
     "Any part of a sharded model; None of another one"
-    return next((p for p in model.parameters() if is_part(p)), None)
+    return next((p for p in model.parameters() if is_sharded(p)), None)
 
 def has_parts(model)->bool:
     "Whether a model is sharded"
@@ -39,13 +39,13 @@ def model_name(model)->str:
 
 def local_part(t):
     "The tensor that holds this rank's rows of a part, in the same memory; what is no part is returned as it is"
-    return t.to_local() if is_part(t) else t
+    return t.to_local() if is_sharded(t) else t
 
-def whole(t:Tensor, dst:int=None):
+def full_tensor(t:Tensor, dst:int=None):
     """The whole of a tensor of which each rank has a part. Sync point; a tensor that is no part is returned as it is.
     t: the same tensor on every rank; dst: the only rank that gets it; None: every rank; returns: None on ranks
     other than `dst`"""
-    if not is_part(t): return t
+    if not is_sharded(t): return t
     dims = [i for i,o in enumerate(t.placements) if not o.is_replicate()]
     own = t.detach().to_local()
     if not dims: return own
@@ -53,7 +53,7 @@ def whole(t:Tensor, dst:int=None):
     parts = gather_rows(own, dst) # of replicas, the first one's
     return None if parts is None else torch.cat(parts[:t.device_mesh.size(dims[0])])
 
-def part_of(full:Tensor, like, device=None):
+def shard_of(full:Tensor, like, device=None):
     """This rank's part of a tensor; ValueError if the shapes differ. full: on every rank; like: a part: that of `full`
     is cut as this one; device: where it goes; None: where `like` is"""
     a,b = tuple(full.shape),tuple(like.shape)
@@ -72,7 +72,7 @@ def device_of(part)->torch.device:
     return part.detach().to_local().device
 
 def part_from(own:Tensor, like, whole=None):
-    """A part from the tensor that holds it. own: this rank's rows; like: a part, of the same shape unless `whole` says
+    """A part from the tensor that holds it. own: this rank's rows; like: a part, of the same shape unless `full_tensor` says
     so; whole: a tensor of the whole's shape"""
     o = like if whole is None else whole
     kw = dict(run_check=False, shape=o.shape, stride=o.stride())
@@ -83,7 +83,7 @@ containers = list,tuple,L # of a state, beside dicts
 
 def map_tensors(o, f):
     """`o` with `f(t)` in place of each tensor `t`. o: state dicts, in dicts, lists and tuples; f: a function of a
-    tensor, such as `whole`"""
+    tensor, such as `full_tensor`"""
     if isinstance(o, dict): return {k: map_tensors(v, f) for k,v in o.items()}
     if isinstance(o, containers): return type(o)([map_tensors(v, f) for v in o])
     return f(o) if isinstance(o, Tensor) else o
@@ -100,7 +100,7 @@ def split_rows(state)->tuple:
     dicts, in dicts, lists and tuples; returns: (`state` with marks in place of parts, this rank's rows)"""
     rows,seen = [],{}
     def mark(t):
-        if not is_part(t): return t
+        if not is_sharded(t): return t
         i = seen.setdefault(memory_of(t), len(rows))
         if i==len(rows): rows.append(t.detach().to_local())
         return {_mark: i, 'shape': tuple(t.shape)}
@@ -115,7 +115,7 @@ def put_together(state, rows, n_files:int, like=None):
     if not isinstance(state, dict): return state
     if _mark not in state: return {k: put_together(v, rows, n_files, like) for k,v in state.items()}
     n,*rest = shape = state['shape']
-    k,W = (0,1) if like is None else shard_place(like)[:2]
+    k,W = (0,1) if like is None else shard_position(like)[:2]
     a,b = _cut(n, W, k)
     cuts = {i: _cut(n, n_files, i) for i in range(n_files)}
     needed = [i for i,(s,e) in cuts.items() if s<b and a<e] or [k*n_files//W] # without rows: for the dtype
@@ -129,7 +129,7 @@ def _cut(n, W, i):
     "The rows of part i of W, as `torch.chunk` cuts"
     return [min(-(-n//W)*o, n) for o in (i,i+1)]
 
-def shard_place(like)->tuple:
+def shard_position(like)->tuple:
     """(this rank's number, the number) of ranks among which tensors are cut as `like`, and whether another rank has
     the same part"""
     mesh,i = like.device_mesh,next(i for i,o in enumerate(like.placements) if o.is_shard())
@@ -144,7 +144,7 @@ class StoredPart(NamedTuple):
 
     def part(self, like, device=None):
         """The tensor as a part of a new group. ValueError if the group has another shape. like: a part of the same
-        shape; device: as in `part_of`"""
+        shape; device: as in `shard_of`"""
         (shape,at),new = self.at,_place(like)
         if self.at!=new:
             raise ValueError(f'stored parts of a mesh {shape}, at {at}, do not fit one of {new[0]}, at {new[1]}: go on '
@@ -155,7 +155,7 @@ def _place(t): return tuple(t.device_mesh.shape),tuple(t.device_mesh.get_coordin
 
 def keep_part(t)->Tensor:
     "A tensor on the meta device whose `stored` is this rank's part of `t`; what is no part is returned as it is"
-    if not is_part(t): return t
+    if not is_sharded(t): return t
     res = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device='meta')
     res.stored = StoredPart(t.detach().to_local(), _place(t))
     return res
@@ -183,7 +183,7 @@ def load_model(model, state, strict=True):
     if has_parts(model):
         own,state = model.state_dict(),copy.copy(state)
         for k,v in state.items():
-            if is_part(own.get(k)) and not is_part(v) and v.shape==own[k].shape: state[k] = part_of(v, own[k])
+            if is_sharded(own.get(k)) and not is_sharded(v) and v.shape==own[k].shape: state[k] = shard_of(v, own[k])
     return model.load_state_dict(state, strict=strict)
 
 # %% ../../nbs/core/05_shards.ipynb #h7c2400d
@@ -219,11 +219,11 @@ def exchange_params(opt, new:dict, f):
 
 def state_part(p, t):
     "This rank's part of a tensor in the state of parameter `p`; ValueError if the tensor's shape is not that of `p`"
-    if is_part(t): return t
+    if is_sharded(t): return t
     # a count of steps; not in the memory of a file
-    if not is_part(p) or t.numel()<2 and t.shape!=p.shape: return t.clone()
+    if not is_sharded(p) or t.numel()<2 and t.shape!=p.shape: return t.clone()
     if t.is_meta: return t.stored.part(p)
-    if t.shape==p.shape: return part_of(t, p)
+    if t.shape==p.shape: return shard_of(t, p)
     what = f'the optimizer keeps {tuple(t.shape)} for weights of {tuple(p.shape)}, which cannot be cut as they are'
     how = 'Begin with a new optimizer: fit(…, reset_opt=True), or load(…, with_opt=False)'
     raise ValueError(f'{what}. {how}')
@@ -233,7 +233,7 @@ def load_opt(opt, state):
     with whole tensors, on every rank"""
     opt.load_state_dict(state)
     params = sum(map(list, groups_of(opt)), [])
-    if any(map(is_part, params)): exchange_params(opt, {}, state_part)
+    if any(map(is_sharded, params)): exchange_params(opt, {}, state_part)
 
 # %% ../../nbs/core/05_shards.ipynb #h9e77d8e
 def come_together(what:str, timeout_s=60):

@@ -16,8 +16,8 @@ import torch
 from .collectives import broadcast_object,gather_objects
 from .env import group_rank,is_rank0
 from .rank0 import save_once
-from .remote import Remote,copied,here,place
-from .shards import come_together,is_part,map_tensors,memory_of,whole
+from .remote import Remote,copied,here,as_path
+from .shards import come_together,is_sharded,map_tensors,memory_of,full_tensor
 from .stacks import need
 
 # %% ../../nbs/core/06_weights.ipynb #ckf02
@@ -135,7 +135,7 @@ def load_weights(path, device='cpu', mapped=False)->tuple:
     """What `Learner.save` wrote. ValueError for any other file, DamagedFile for a damaged one. path: a file of
     `Learner.save`, `torch.save` or safetensors, or the index of several (`….safetensors.index.json`); device: where
     its tensors go; mapped: as in `load_plain`; returns: (state dict of a model, state dict of an optimizer or None)"""
-    with copied(place(path), gather_objects if mapped else None) as path: return _read(path, device, mapped)
+    with copied(as_path(path), gather_objects if mapped else None) as path: return _read(path, device, mapped)
 
 def _read(path, device, mapped):
     if path.name.endswith('.index.json'): return _several(path, device, mapped),None
@@ -164,18 +164,18 @@ def save_state(state, path, write):
     does not. state: state dicts, in dicts, lists and tuples, which may have parts; write: called on rank 0 as
     `write(state, path)`, with whole tensors"""
     found = []
-    map_tensors(state, lambda t: found.append(is_part(t)))
+    map_tensors(state, lambda t: found.append(is_sharded(t)))
     if not any(found): return save_once(path, lambda p: write(state, p))
     come_together('save')
     save_once(path, lambda p: write(_gathered(state, p.parent), p))
-    if not is_rank0(): map_tensors(state, lambda t: whole(t.detach(), 0))
+    if not is_rank0(): map_tensors(state, lambda t: full_tensor(t.detach(), 0))
 
 def _gathered(state, folder):
     "The state with whole tensors, in the memory of files. OSError if the disk is full, when all have come"
     found,errors = {},[]
     def put(t):
-        if not is_part(t): return t
-        val,key = whole(t.detach(), 0),memory_of(t)
+        if not is_sharded(t): return t
+        val,key = full_tensor(t.detach(), 0),memory_of(t)
         try: return found[key] if key in found else found.setdefault(key, _in_a_file(val, folder))
         except OSError as e: errors.append(e) # the other ranks are about to send
     res = map_tensors(state, put)

@@ -21,7 +21,7 @@ from ..core.collectives import broadcast_object,gather_same,to_host
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank
 from ..core.random import Generators,held,map_seeded
-from ..core.shards import exchange_params,groups_of,is_part
+from ..core.shards import exchange_params,groups_of,is_sharded
 from ..core.stacks import coded,need,warn
 from ..data.distributed_dl import is_split,loader_parts,sample_hash
 from ..data.loaders import batch_shape,data_len
@@ -77,7 +77,7 @@ def compared(model, but=())->dict:
     "Tensors that must be equal on all ranks: parameters that are not sharded; buffers, but of these layers"
     skip = {id(b) for b in chain(*[m.buffers() for m in but])}
     named = [*model.named_parameters(),*model.named_buffers()]
-    return {k: v for k,v in named if id(v) not in skip and not is_part(v)}
+    return {k: v for k,v in named if id(v) not in skip and not is_sharded(v)}
 
 # %% ../../nbs/distributed/02_comparison.ipynb #70b5ade9
 def unequal(every:list, missing=None)->dict:
@@ -92,7 +92,7 @@ def unequal(every:list, missing=None)->dict:
 
 def _differ(a, b): return a!=b and repr(a)!=repr(b) # NaN is NaN
 
-def tell_unequal(found:dict)->str:
+def describe_unequal(found:dict)->str:
     "A text that names the first differences that `unequal` has found"
     texts = []
     for k,vals in found.items():
@@ -157,7 +157,7 @@ def same_data(dls:list, findings, gather=gather_same):
     for name,dl in data_of(dls).items(): named[f'len({name})'] = data_len(dl.dataset)
     found = {k: v for k,v in unequal(gather(named|few_samples(dls, 8))).items() if None not in v}
     if not found: return
-    text = f'the ranks have different data: {tell_unequal(found)}; {_drawn_data}'
+    text = f'the ranks have different data: {describe_unequal(found)}; {_drawn_data}'
     if any(k.startswith('len(') for k in found): raise ValueError(coded('different-data', text))
     findings.reported.add(('different-data','samples')) # see `compare_weights`
     findings('different-data', f'{text}, or use distrib_ctx(checks=False) if this is intended')
@@ -188,7 +188,7 @@ def path_of_rank0(paths, findings):
     all ranks"""
     found = unequal([{'learn.path': str(o)} for o in paths])
     if not found: return None
-    findings('different-path', f"{tell_unequal(found)}; in this context it is rank 0's")
+    findings('different-path', f"{describe_unequal(found)}; in this context it is rank 0's")
     return Path(found['learn.path'][0])
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp02
@@ -220,7 +220,7 @@ def need_equal(every:list, cbs=()):
         rest,shared = iter(most),set.intersection(*map(set, cbs))
         if all(o in rest for o in own): continue
         found['callbacks'] = [', '.join([k for k in o if k not in shared] or o) for o in cbs]
-    text = (f'the ranks train differently: {tell_unequal(found)}. Give the same on all; what is drawn, as by the '
+    text = (f'the ranks train differently: {describe_unequal(found)}. Give the same on all; what is drawn, as by the '
             'sampler of a sweep, needs a seed')
     if found: raise ValueError(coded('different-settings', text))
 

@@ -20,7 +20,7 @@ from ..core.env import group_rank,group_size,group_timeout,in_group,next_phase
 from ..core.env import process_group,wide_dtype
 from ..core.lending import lend,replaced
 from ..core.random import rng_state,seed_streams,set_rng_state
-from ..core.shards import groups_of,is_part,on_meta
+from ..core.shards import groups_of,is_sharded,on_meta
 from ..core.stacks import frames_of,need,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_device
@@ -424,7 +424,7 @@ class Engine(Runner):
         ballot,loop = self.ballot,self.loop
         res = ballot.vote(scope, has_batch)
         if res.scope: ballot.leave(res.scope)
-        if k and ballot.watcher: ballot.watcher.hear(res.save, res.stop)
+        if k and ballot.watcher: ballot.watcher.receive(res.save, res.stop)
         if k and loop.training:
             every,n = self.opts.check_every,loop.n_steps
             # the first of a fit: an error in the script need not wait for the epoch's end
@@ -507,7 +507,7 @@ class Engine(Runner):
         "The first time in this context: `o.weights` become those of rank 0, and whole at its end. Sync point then"
         if any(o is p for p in self.tracked) or getattr(self.adapter, 'alone', False): return
         self.tracked.append(o)
-        if len(set(gather_objects(digest([t for t in o.weights.values() if not is_part(t)]))))>1:
+        if len(set(gather_objects(digest([t for t in o.weights.values() if not is_sharded(t)]))))>1:
             o.weights = broadcast_object(o.weights)
 
     def draw_seed(self)->int:

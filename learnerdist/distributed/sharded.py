@@ -22,12 +22,12 @@ from torch import nn
 
 from ..core.collectives import gather_objects
 from ..core.compat import can_group,forget_fsdp,forget_passes,fsdp_on_cpu,fsdp_ready
-from ..core.compat import replace_tensors,whole_grads
+from ..core.compat import replace_tensors,full_grads
 from ..core.env import count,current_group,everyones,group_size,group_timeout
 from ..core.env import local_rank,local_size,noting_loops,process_group,shared_store,wait_key
 from ..core.lending import replaced
-from ..core.shards import exchange_params,groups_of,is_part,keep_part,load_model,need_values,on_meta
-from ..core.shards import optimizers_in,part_of,state_part,whole
+from ..core.shards import exchange_params,groups_of,is_sharded,keep_part,load_model,need_values,on_meta
+from ..core.shards import optimizers_in,shard_of,state_part,full_tensor
 from ..core.weights import load_weights
 from ..core.stacks import need,warn
 from .batchnorm import sync_batchnorm
@@ -186,7 +186,7 @@ def check_model(model, known=()):
 def _refused(p):
     if isinstance(p, nn.parameter.UninitializedParameter):
         return 'has no size yet: run a batch through the model before the context'
-    if is_part(p): return 'is a DTensor already: a model that is sharded by hand trains in a loop by hand'
+    if is_sharded(p): return 'is a DTensor already: a model that is sharded by hand trains in a loop by hand'
     if not p.ndim: return 'is a single number, which cannot be cut: make it a tensor of shape (1,)'
     if not p.is_contiguous(): return 'is not contiguous: model.to(memory_format=torch.contiguous_format)'
 
@@ -212,12 +212,12 @@ class GatherOrder:
         self.handles,self.n_batches = [],0
         self.key = f'sharded/{count("sharded")}' # in the store, where the first pass of all writes its order
 
-    def watch(self, places:list):
-        "Note which block each pass gathers; have nothing gathered after a pass. places: (module, name) of each weight"
+    def watch(self, holders:list):
+        "Note which block each pass gathers; have nothing gathered after a pass. holders: (module, name) of each weight"
         owner = {} # The number of the innermost block: inner ones come first
         for i,b in reversed([*enumerate(self.blocks)]):
             for o in b: owner |= {id(m): i for m in o.modules()}
-        first = {owner[id(m)]: (m,k) for m,k in reversed(places)}
+        first = {owner[id(m)]: (m,k) for m,k in reversed(holders)}
         for i,place in first.items():
             note = partial(self._note, i, place)
             self.handles += [m.register_forward_pre_hook(note, prepend=True) for m in self.blocks[i]]
@@ -229,7 +229,7 @@ class GatherOrder:
     def _note(self, i, place, *_):
         if self.alone:
             raise ValueError('a callback calls the model on rank 0 only, which has a part of it: after the context')
-        if self.log is None or not is_part(getattr(*place)): return
+        if self.log is None or not is_sharded(getattr(*place)): return
         self.log.append(i)
         if self.order is None: shared_store().set(f'{self.key}/{len(self.log)}', str(i))
 
@@ -297,7 +297,7 @@ def fill_parts(model, pairs:list, file:dict, home):
     def value(t):
         if not t.is_meta: return t
         old = before.get(id(t))
-        if not hasattr(old, 'stored'): return torch.empty_like(t, device=home if is_part(t) else device)
+        if not hasattr(old, 'stored'): return torch.empty_like(t, device=home if is_sharded(t) else device)
         found = old.stored.part(t, home)
         del old.stored # one of them is enough
         return found
@@ -357,8 +357,8 @@ class Sharded(Trained):
         "Spread the model and the optimizer's state over the ranks. Sync point"
         from torch.distributed.fsdp import fully_shard
         opts,home = self.opts,self.learn.device
-        modules,self.places = [*self.model.modules()],[]
-        for m in modules: self.places += [(m,k,p) for k,p in m.named_parameters(recurse=False)]
+        modules,self.holders = [*self.model.modules()],[]
+        for m in modules: self.holders += [(m,k,p) for k,p in m.named_parameters(recurse=False)]
         self.before = [(m,type(m),{*vars(m)}) for m in modules]
         kw = dict(mesh=make_mesh(home, opts.replicas))
         if opts.reshard is not None: kw['reshard_after_forward'] = opts.reshard # an older torch takes no None
@@ -371,17 +371,17 @@ class Sharded(Trained):
                 if opts.mp: kw['mp_policy'] = policy_of(opts.mp, b[0] is self.model)
                 fully_shard(b if len(b)>1 else b[0], **kw)
         finally:
-            now = {id(p): (p,getattr(m, k)) for m,k,p in self.places}
-            self.pairs = [(old,p) for old,p in now.values() if is_part(p)]
+            now = {id(p): (p,getattr(m, k)) for m,k,p in self.holders}
+            self.pairs = [(old,p) for old,p in now.values() if is_sharded(p)]
         fill_parts(self.model, self.pairs, self.file, home)
         self.file = None
         for old,p in self.pairs: vars(p).update(vars(old))
         exchange_params(self.learn.opt, {id(old): p for old,p in self.pairs}, state_part)
         for old,p in self.pairs:
             grad,old.grad = old.grad,None
-            if grad is not None: p.grad = part_of(grad, p)
+            if grad is not None: p.grad = shard_of(grad, p)
             if not old.is_meta: old.data = old.data.new_empty(0) # this memory is what sharding is for
-        self.gathers.watch([(m,k) for m,k,_ in self.places])
+        self.gathers.watch([(m,k) for m,k,_ in self.holders])
 
     def begin(self, sync_bn):
         "At the start of a fit"
@@ -397,7 +397,7 @@ class Sharded(Trained):
     def _others(self):
         "Trained parameters that are not the model's, such as a loss's"
         groups = [] if self.learn.opt is None else groups_of(self.learn.opt)
-        return [p for p in chain(*groups) if not is_part(p)]
+        return [p for p in chain(*groups) if not is_sharded(p)]
 
     def __call__(self, *xb, **kw):
         now = self.learn.model
@@ -428,9 +428,9 @@ class Sharded(Trained):
         self._sync = on
         self.model.set_requires_gradient_sync(on)
 
-    def whole_grads(self, drop=False)->list:
+    def full_grads(self, drop=False)->list:
         "Gradients, of whole shape, of this rank's backward passes that did not exchange them; `drop`: forget them"
-        return whole_grads(self.model, drop)
+        return full_grads(self.model, drop)
 
     def after_backward(self, pending=()):
         "After the last backward pass of a step: average gradients of others, look for missing ones. Sync point"
@@ -475,20 +475,20 @@ class Sharded(Trained):
             if not here: warn('lost-weights', _lost)
             get = keep_part if keeps else partial(self._whole, here)
             back = {id(p): _given_back(old, p, get) for old,p in pairs}
-            exchange_params(self.learn.opt, back, lambda p,t: get(t) if is_part(t) else t)
-            for o in self.engine.tracked: o.weights = {k: get(t) if is_part(t) else t for k,t in o.weights.items()}
+            exchange_params(self.learn.opt, back, lambda p,t: get(t) if is_sharded(t) else t)
+            for o in self.engine.tracked: o.weights = {k: get(t) if is_sharded(t) else t for k,t in o.weights.items()}
         vars(self.model).pop('to', None)
         for m,cls,names in self.before:
             forget_fsdp(m, names)
             if isinstance(m, FSDPModule): m.__class__ = cls
         olds = {id(old): back[id(p)] for old,p in pairs}
-        for m,k,p in self.places: setattr(m, k, olds.get(id(p), p))
-        self.places = self.before = ()
+        for m,k,p in self.holders: setattr(m, k, olds.get(id(p), p))
+        self.holders = self.before = ()
 
     def _whole(self, here:bool, t):
         "The whole of a part; without the other ranks an empty tensor"
         device = self.learn.device
-        return whole(t).to(device) if here else torch.empty(0, dtype=t.dtype, device=device)
+        return full_tensor(t).to(device) if here else torch.empty(0, dtype=t.dtype, device=device)
 
 def _given_back(old, p, get):
     "The parameter that takes the place of the part `p`: `old` with its value"

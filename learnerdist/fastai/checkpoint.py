@@ -26,7 +26,7 @@ from fastcore.basics import patch
 from ..checkpoint.position import read_alone
 from ..checkpoint.snapshot import weights_in
 from ..core.rank0 import await_save,save_once
-from ..core.remote import Remote,copied,here,place
+from ..core.remote import Remote,copied,here,as_path
 from ..core.env import is_rank0
 from ..core.lending import replaced
 from ..core.weights import save_state
@@ -148,7 +148,7 @@ def _do_epoch(self:Learner):
 _load,_save,_export = Learner.load,Learner.save,Learner.export
 
 def _path(learn, file):
-    path = place(file, learn.path/learn.model_dir)
+    path = as_path(file, learn.path/learn.model_dir)
     if isinstance(path, Remote): return path.with_name(f'{path.name}.pth')
     return join_path_file(file, learn.path/learn.model_dir, ext='.pth')
 
@@ -170,7 +170,7 @@ def save(self:Learner, file, **kwargs):
 def load(self:Learner, file, device=None, **kwargs):
     "As fastai's, but this rank waits for rank 0's file alone; or the weights of a `Checkpoint`, given its folder"
     if not isinstance(file, (str,Path)): return _load(self, file, device, **kwargs)
-    model,found = get_model(self.model),find_saved(_path(self, file), place(file, self.path))
+    model,found = get_model(self.model),find_saved(_path(self, file), as_path(file, self.path))
     if found.is_dir(): load_model(model, weights_in(found))
     else: _load_file(self, found, model, device, **kwargs)
     return self
@@ -194,7 +194,7 @@ def load(self:TextLearner, file, with_opt=None, device=None, **kwargs): # noqa: 
 @patch
 def export(self:Learner, fname='export.pkl', *args, **kwargs):
     "As fastai's, also to an address; written whole or not at all"
-    save_once(place(fname, self.path), lambda tmp: _export(self, tmp.absolute(), *args, **kwargs))
+    save_once(as_path(fname, self.path), lambda tmp: _export(self, tmp.absolute(), *args, **kwargs))
 
 def load_learner(fname, *args, **kwargs):
     "As fastai's, also from an address; it waits for rank 0's file alone, as `load` does"

@@ -23,7 +23,7 @@ from .losses import loss_of_batch,loss_trace
 from ..data.loaders import call_model,data_len,find_bs,single,split_batch,to_device
 from ..core.env import default_device
 from ..core.lending import replaced
-from ..core.remote import place
+from ..core.remote import as_path
 from ..core.shards import need_values
 from ..core.stacks import need
 
@@ -221,7 +221,7 @@ class Learner:
         self.train_bn = train_bn
         self.metrics = [metrics] if hasattr(metrics, 'items') else listify(metrics)
         self.model_dir = model_dir
-        self.path = place(path or getattr(dls, 'path', '.'))
+        self.path = as_path(path or getattr(dls, 'path', '.'))
         remedy = 'give a local folder, and addresses to save, load, export and Checkpoint'
         need(isinstance(self.path, Path), remedy, path=path)
         self.cbs = []

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 
 from ..core.compat import tree_leaves
 from ..core.rank0 import await_save,was_saved
-from ..core.remote import modified,place
+from ..core.remote import modified,as_path
 from ..core.shards import come_together,has_parts,load_model,load_opt,model_name,need_values
 from ..core.stacks import need
 from ..core.weights import is_safetensors,load_plain,load_weights,read_bytes
@@ -26,7 +26,7 @@ from .learner import Learner,get_model
 # %% ../../nbs/learner/08_saving.ipynb #c035
 @patch
 def _file(self:Learner, file):
-    path = place(file, self.path/self.model_dir)
+    path = as_path(file, self.path/self.model_dir)
     return path if is_safetensors(path) else path.with_name(f'{path.name}.pth')
 
 @patch
@@ -77,7 +77,7 @@ def load(self:Learner,
 ):
     """Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code.
     ValueError for a damaged file"""
-    found = find_saved(self._file(file), place(file, self.path))
+    found = find_saved(self._file(file), as_path(file, self.path))
     state,opt = (in_folders[0][1](found),None) if found.is_dir() else _read(found, self)
     load_model(get_model(self.model), state, strict)
     if with_opt and opt: self._load_opt(opt)
@@ -104,7 +104,7 @@ def export(self:Learner,
 )->Path:               # The file
     """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call.
     ValueError if not data"""
-    path,dls = place(fname, self.path),self.dls
+    path,dls = as_path(fname, self.path),self.dls
     model = get_model(self.model)
     need_values(model)
     vocab = getattr(dls, 'vocab', None)
@@ -128,7 +128,7 @@ def load_learner(
 )->Learner:
     """A learner with the weights of a file: `learn.predict(x)`, `learn.get_preds(dl=learn.dls.test_dl(items))`.
     ValueError for other files"""
-    path = place(fname)
+    path = as_path(fname)
     await_save(path)
     data = load_plain(read_bytes(path), path)
     exported = isinstance(data, dict) and data.get('learnerdist_export')==format_version

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..core.compat import foreach_mul
 from ..core.lending import replaced
-from ..core.shards import groups_of,is_part,local_part,state_part,whole
+from ..core.shards import groups_of,is_sharded,local_part,state_part,full_tensor
 from ..core.stacks import need
 from ..data.distributed_dl import reindexed
 from ..data.loaders import LoaderWrapper,apply,batch_shape,data_len
@@ -39,7 +39,7 @@ def with_grad(opt)->list:
 def scale_grads(opt, engine, k):
     """Multiply the gradients that parts or batches have added up. opt: the learner's optimizer; engine: what trains in
     place of the model; it may have gradients that were not exchanged yet; k: a number or a tensor ()"""
-    whole = engine.whole_grads() if hasattr(engine, 'whole_grads') else []
+    whole = engine.full_grads() if hasattr(engine, 'full_grads') else []
     grads = [*(p.grad for ps in groups_of(opt) for p in ps if p.grad is not None),*whole]
     if all(type(g) is torch.Tensor and g.layout==torch.strided for g in grads) and grads: foreach_mul(grads, k)
     else:
@@ -199,7 +199,7 @@ class GradientClip(Callback):
     def before_fit(self): self.norms = []
     def before_step(self):
         norm = clip_grad_norm_(with_grad(self.opt), self.max_norm, self.norm_type)
-        self._fresh.append(whole(norm.detach()))
+        self._fresh.append(full_tensor(norm.detach()))
 
     def after_train(self): self.norms # noqa: B018 - read once an epoch, so that no step waits for a GPU
 
@@ -266,7 +266,7 @@ def _forget(self:GradientAccumulation):
     "Drop the gradients of an incomplete group, after its loop ended early"
     if self.count and self.opt is not None:
         self.opt.zero_grad()
-        if sharded := getattr(self.runner, 'sharded', None): sharded.whole_grads(drop=True)
+        if sharded := getattr(self.runner, 'sharded', None): sharded.full_grads(drop=True)
     self.after_step()
     self.marks.clear()
     self.at = None
@@ -360,8 +360,8 @@ class EMA(Callback):
         decay:float=.999,   # Part of the average that stays at each step
         evaluate:bool=False # Validate and predict with the average, in a fit and after it
     ):
-        is_part = isinstance(decay, Real) and 0<=decay<1
-        need(is_part, 'give a number from 0 up, and below 1', decay=decay)
+        is_sharded = isinstance(decay, Real) and 0<=decay<1
+        need(is_sharded, 'give a number from 0 up, and below 1', decay=decay)
         need(evaluate in (True,False), 'give True or False', evaluate=evaluate)
         self.decay,self.evaluate = decay,evaluate
         self.weights = {}
@@ -452,7 +452,7 @@ class EMA(Callback):
             before = tuple(t.shape)
             found = f'the average is of another model ({k} {before}, now {now})'
             need(before==now, f'{found}: add a new EMA')
-            if is_part(params[k]) and not is_part(t): t = state_part(params[k], t)
+            if is_sharded(params[k]) and not is_sharded(t): t = state_part(params[k], t)
             self.weights[k] = t.to(params[k].device)
 
 # %% ../../nbs/learner/06_techniques.ipynb #ema04b
