@@ -240,8 +240,8 @@ class QueueLinks(Links):
     def __init__(self, rank, world_size, queues):
         super().__init__(rank, world_size)
         self.queues = queues
-    def tell(self, n, rows): self.queues[self.rank,self.before(n)].put(rows)
-    def hear(self, n, n_bytes): return self.queues[self.after(n),self.rank].get(timeout=60)
+    def send(self, n, rows): self.queues[self.rank,self.before(n)].put(rows)
+    def receive(self, n, n_bytes): return self.queues[self.after(n),self.rank].get(timeout=60)
 
 def votes(W, asks):
     "What the ranks of a vote hear, all of them the same"

@@ -20,13 +20,13 @@ def make(n=12, f=None, cbs=None):
 class Late:
     "Rank 1 hears what the others have told it when they have long gone on"
     def __enter__(self):
-        self.old = {o: o.hear for o in (SocketLinks, GlooLinks)}
+        self.old = {o: o.receive for o in (SocketLinks, GlooLinks)}
         def late(links, n, n_bytes):
             if group_rank()==1: threading.Event().wait(.02)
             return self.old[type(links)](links, n, n_bytes)
-        for o in self.old: o.hear = late
+        for o in self.old: o.receive = late
     def __exit__(self, *exc):
-        for o,hear in self.old.items(): o.hear = hear
+        for o,receive in self.old.items(): o.receive = receive
 
 def rank_late():
     with Late():

@@ -270,7 +270,7 @@ def left_by(how):
         try:
             with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
                 learn.fit(1)
-                kept = map_tensors(learn.model.state_dict(), whole)
+                kept = map_tensors(learn.model.state_dict(), full_tensor)
                 if rank_distrib()==1 and how=='raise': raise KeyError('mine')
                 if rank_distrib()==1 and how=='killed': os.kill(os.getpid(), signal.SIGKILL)
                 learn.validate()
