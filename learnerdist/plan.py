@@ -60,7 +60,8 @@ def size_of(tensors, n:int)->Size:
     whole,part = 0,0
     for t in {id(t): t for t in tensors if isinstance(t, Tensor)}.values():
         rows = math.prod((-(-t.shape[0]//n),*t.shape[1:])) if t.ndim else 1
-        whole,part = whole+t.nbytes,part+rows*t.element_size()
+        whole = whole+t.nbytes
+        part = part+rows*t.element_size()
     return Size(whole, part)
 
 # %% ../nbs/03_plan.ipynb #pln10
@@ -97,7 +98,9 @@ class Planner(Callback):
             if modules&_writers or isinstance(cb, (*finder_skips,TerminateOnNaNCallback)): cb.run = False
 
     def before_train(self):
-        self.rows,self.batches,self.stepped = 0,0,False
+        self.rows = 0
+        self.batches = 0
+        self.stepped = False
         self.traffic = Traffic().__enter__()
     def after_backward(self):
         self.grads = [p.grad for p in self.learn.runner.all_params() if p.grad is not None]
@@ -133,7 +136,9 @@ class Plan(NamedTuple):
     files:dict   # Of a checkpoint: bytes, by name
 
     def __str__(self):
-        W,n,total = self.ranks,self.samples,self.n_total
+        W = self.ranks
+        n = self.samples
+        total = self.n_total
         rows = [('samples',f'{n:,} in a step, {n*W:,} on all ranks; {self.batches} batches a step')]
         if self.steps: rows.append(('',f'{self.steps:,} steps an epoch'))
         if total and total%(n*W): rows.append(('',f'of {total:,}, the last step has {total%(n*W):,}'))
@@ -150,8 +155,11 @@ def mb(n)->str:
 # %% ../nbs/03_plan.ipynb #pln13
 def planned(cb:Planner)->Plan:
     "The figures of a learner's fit, after a step"
-    learn,engine,W = cb.learn,cb.learn.runner,dist.get_world_size()
-    model,opt = get_model(learn.model),tree_leaves(learn.opt.state_dict())
+    learn = cb.learn
+    engine = cb.learn.runner
+    W = dist.get_world_size()
+    model = get_model(learn.model)
+    opt = tree_leaves(learn.opt.state_dict())
     like = a_part(model)
     n = shard_position(like)[1] if like is not None else W # ranks that share the model, or would
     memory = dict(weights=size_of(engine.all_params(), n), buffers=size_of(model.buffers(), 1))
@@ -162,7 +170,8 @@ def planned(cb:Planner)->Plan:
     if like is not None: files = {'model.pt': buffers, f'rows_0 … rows_{n-1}.pt': weights+opt}
     steps = data_len(learn.dl)
     steps = steps and -(-steps//cb.batches)
-    total,sent = getattr(learn.dl, 'n_total', None),(cb.traffic.calls,cb.traffic.n_bytes)
+    total = getattr(learn.dl, 'n_total', None)
+    sent = (cb.traffic.calls,cb.traffic.n_bytes)
     return Plan(W, cb.rows, cb.batches, total, steps, memory, *sent, files)
 
 # %% ../nbs/03_plan.ipynb #pln14

@@ -145,7 +145,8 @@ class Recording:
         learn.path.mkdir(exist_ok=True)
         for cb in learn.cbs:
             if isinstance(cb, Checkpoint): cb.path = 'checkpoint' # `resume` finds nothing
-        model,loss = get_model(learn.model),learn.loss_func
+        model = get_model(learn.model)
+        loss = learn.loss_func
         found = model,loss,*getattr(loss, '__dict__', {}).values() # fastai wraps losses
         modules = nn.ModuleList([o for o in found if isinstance(o, nn.Module)])
         modules.to(self.dtype)
@@ -225,7 +226,8 @@ class Last(Callback):
 
     def after_step(self):
         "Record a step of the optimizer: its samples, gradients, weights and buffers"
-        record,params = self.record,trained(self.learn)
+        record = self.record
+        params = trained(self.learn)
         record.add('buffers', dict(get_model(self.learn.model).named_buffers()))
         record.add('gradients', {k: p.grad for k,p in params.items() if p.grad is not None})
         record.add('weights', params)
@@ -237,7 +239,8 @@ class Last(Callback):
     def after_batch(self):
         if not self.training: return
         rec,runner = self.rec,self.learn.runner
-        before,now = self.record.streams,rng_state()
+        before = self.record.streams
+        now = rng_state()
         same_device = now[3] is None or torch.equal(now[3], before[3])
         rec['draws'] |= not same_device or not same_streams(before, now)
         # which is run again, in parts
@@ -275,7 +278,8 @@ def number(o)->Tensor:
 def record_fit(folder:Path, how:dict, func, args):
     """Call a function, and write the record of its first fit that is in a `distrib_ctx`, which ends it. RuntimeError if
     there is no fit. how: further arguments of `Recording`"""
-    record,old_type = Recording(folder, **how),torch.get_default_dtype()
+    record = Recording(folder, **how)
+    old_type = torch.get_default_dtype()
     seed_streams(0)
     engine.context_callbacks.append(record)
     out = io.StringIO()
@@ -361,7 +365,8 @@ def differences(alone, ranks):
 def floors_of(rec)->Counter:
     """By step and kind, a small part of the norm of all tensors. A tensor with a norm below it may be pure rounding
     error"""
-    squares,part = Counter(),1e-4 if rec['dtype']=='float64' else 1e-2
+    squares = Counter()
+    part = 1e-4 if rec['dtype']=='float64' else 1e-2
     for (*key,_),(t,_) in rec['values'].items(): squares[tuple(key)] += t.nan_to_num().square().sum().item()
     return Counter({key: part*o**.5 for key,o in squares.items()})
 
@@ -414,7 +419,8 @@ def likely(d, alone, ranks):
     parts,every = alone['parts'],(alone,*ranks)
     want,*rows = [sum(o['rows'][d.step:d.step+1], []) for o in every]
     shapes,*others = [sum(o['shapes'][d.step:d.step+1], []) for o in every]
-    got,start = dealt(rows, parts),unlike('start', alone, ranks)
+    got = dealt(rows, parts)
+    start = unlike('start', alone, ranks)
     if rows[0] and all(o==rows[0] for o in rows[1:]):
         yield 'the training loader is not dealt out: each rank reads the same samples'
     if not all(o['steady'] for o in every):
@@ -464,7 +470,8 @@ _dtypes = 'float64','float32','keep'
 
 def _compare(func, args, timeout_s, nproc, steps, dtype, dtype_in_parts):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
-        folder,how = Path(d),dict(steps=steps, dtype=dtype)
+        folder = Path(d)
+        how = dict(steps=steps, dtype=dtype)
         def records(n, names, **kw):
             call = folder,how|kw,func,args
             call_on_ranks(record_fit, n, call, env=_env, timeout_s=timeout_s, n_threads=0)

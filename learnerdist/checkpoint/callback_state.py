@@ -95,7 +95,8 @@ def _load(cb, state, kind):
 def state_of_rank(cbs, states:list, rank:int, adds_up:bool)->dict:
     """On another number of ranks, rank 0 gets the sum over the old ranks' `rank_state`, and other ranks get zeros.
     adds_up: whether the loss is a sum, S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ"""
-    res,totals = {},{k: getattr(type(cb), 'totals_by_step', None) for k,cb in _keyed(cbs).items()}
+    res = {}
+    totals = {k: getattr(type(cb), 'totals_by_step', None) for k,cb in _keyed(cbs).items()}
     for k,state in states[0].items():
         res[k] = {}
         for name in state:
@@ -152,7 +153,8 @@ def settle(learn, ddp):
     """Before a training batch, let `ddp` (None: not in DDP) rebuild its buckets as they were before the interruption.
     Sync point: all ranks call this"""
     if ddp is None: return
-    before,buffers = rng_state(),[(o,o.clone()) for o in ddp.module.buffers()]
+    before = rng_state()
+    buffers = [(o,o.clone()) for o in ddp.module.buffers()]
     with autocast_of(learn):
         out = call_model(ddp, copied(tuple(learn.xb)), learn.model)
     zero_of(out).backward()

@@ -84,7 +84,8 @@ class Requests:
         for num,old in self.old.items():
             now = signal.SIG_DFL if old is None else old
             signal.signal(num, signal.SIG_IGN if ends else now)
-        name,self.old = self.take(),{}
+        name = self.take()
+        self.old = {}
         if name: os.kill(self.pid, getattr(signal, name))
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c008
@@ -128,7 +129,8 @@ class FitState:
         self.many = trainer is not None and group_size()>1
         self.world,self.rank = (group_size(),group_rank()) if self.many else (1,0)
         # alone: what seeds the order of samples, and draws
-        self.seed,self.epochs_before = torch.randint(2**62, ()).item(),0
+        self.seed = torch.randint(2**62, ()).item()
+        self.epochs_before = 0
         ids = secrets.token_hex(4),secrets.token_hex(4)
         # the run's; that of the states of this fit, which are counted
         self.run_id,self.token = broadcast_object(ids) if self.many else ids
@@ -161,12 +163,14 @@ class FitState:
 
     def capture(self, phase)->dict:
         "The state besides weights and optimizer: the position, the callbacks, and this rank's own state"
-        learn,seeds = self.learn,self.trainer or self
+        learn = self.learn
+        seeds = self.trainer or self
         at = dict(phase=phase, epoch=learn.epoch+(phase=='done'), step=learn.train_iter)
         at |= dict(pct_train=learn.pct_train, n_epoch=learn.n_epoch, fit=getattr(learn, 'fits_done', 0))
         at |= dict(seed=seeds.seed, epochs_before=seeds.epochs_before, world=self.world)
         at['loss_adds_up'] = self.many and loss_over(learn).kind=='sum'
-        cbs,own = states_of(learn.cbs, 'fit_state'),dict(loader=None, cbs=states_of(learn.cbs, 'rank_state'))
+        cbs = states_of(learn.cbs, 'fit_state')
+        own = dict(loader=None, cbs=states_of(learn.cbs, 'rank_state'))
         # callbacks may change them in place meanwhile
         if phase=='validate': cbs,own = map_tensors([cbs,own], torch.clone)
         if phase=='train':
@@ -177,7 +181,8 @@ class FitState:
     def part(self, captured, where)->RankPart:
         """What this rank writes of a state: all, if it leads in `where`; of a sharded model, the rows that it has;
         None: nothing. Sync point"""
-        every,like = gather_objects(captured['own'], 0 if where.is_alone else None),a_part(self.model)
+        every = gather_objects(captured['own'], 0 if where.is_alone else None)
+        like = a_part(self.model)
         self.n_states += 1
         i,n,again = (0,1,not where.leads) if like is None else shard_position(like)
         if again: return None
@@ -197,19 +202,24 @@ class FitState:
 
     def load(self, found:Found):
         "Restore a state that was found, but for the position. ValueError if it is of another fit"
-        at,learn = found.info['place'],self.learn
-        self.run_id,self.source = found.info['run'],found.folder
+        at = found.info['place']
+        learn = self.learn
+        self.run_id = found.info['run']
+        self.source = found.folder
         check_run(found.info['config'], self.config, at, getattr(learn, 'fits_done', 0), self.source)
-        model,state = found.parts['model'],found.parts['state']
+        model = found.parts['model']
+        state = found.parts['state']
         check_model(self.model, model, self.source)
         load_model(self.model, model)
         opt,self.loaded = state.pop('opt'),on_cpu(state, True, {}) # not in the memory of a file
         # torch's do it themselves
         if not isinstance(learn.opt, torch.optim.Optimizer): opt = to_device(opt, next(self.model.parameters()).device)
         load_opt(learn.opt, opt)
-        self.alike,self.adds_up = at['world']==self.world,at['loss_adds_up']
+        self.alike = at['world']==self.world
+        self.adds_up = at['loss_adds_up']
         self.unsettled = at['step']>0 and self.world>2
-        self.seed,self.epochs_before = at['seed'],at['epochs_before']
+        self.seed = at['seed']
+        self.epochs_before = at['epochs_before']
         if self.trainer: self.trainer.loaders.go_on(self.seed, self.epochs_before)
         self.load_callbacks()
 
@@ -298,7 +308,8 @@ class Checkpoint(Callback):
 
     def restore(self):
         "Restore the newest state, in memory or in files; without one the fit begins from its start. Sync point"
-        like,memory = a_part(self.state.model),self.memory
+        like = a_part(self.state.model)
+        memory = self.memory
         in_memory = memory and memory.newest(like)
         after = in_memory and (in_memory.info['epoch'],in_memory.info['step'])
         in_files = self.files.newest(like, after)
@@ -319,7 +330,8 @@ class Checkpoint(Callback):
         if at['phase']=='done' and at['epoch']==at['n_epoch']<self.n_epoch: at['phase'] = 'epoch'
         epoch = self.n_epoch if at['phase']=='done' else at['epoch']
         self.learn.start_at = StartAt(epoch, at.get('iter', 0), at['phase']=='validate')
-        self.learn.train_iter,self.learn.pct_train = at['step'],at['pct_train']
+        self.learn.train_iter = at['step']
+        self.learn.pct_train = at['pct_train']
 
     def _report_start(self, found):
         folder,config = found.folder,self.state.config
@@ -329,7 +341,8 @@ class Checkpoint(Callback):
         if changes:
             text = f'{folder} is of a fit that differed from this one: {"; ".join(changes)}'
             warn('changed-fit', f'{text}. The optimizer and the schedule go on with their numbers in the checkpoint')
-        at,when = self.at,time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.info['time']))
+        at = self.at
+        when = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.info['time']))
         source = folder if isinstance(folder, str) else f'the checkpoint {folder}'
         text = f'going on in epoch {at["epoch"]} after step {at["step"]}, from'
         if at['phase']=='done': text = f'this fit was done already, after {at["step"]} steps:'
@@ -338,7 +351,8 @@ class Checkpoint(Callback):
     def arrive(self):
         "The fit has reached its position: restore counters and callbacks"
         at,self.at = self.at,None
-        self.learn.train_iter,self.learn.pct_train = at['step'],at['pct_train']
+        self.learn.train_iter = at['step']
+        self.learn.pct_train = at['pct_train']
         self.state.load_callbacks()
         # one process has not counted them
         if at['phase']=='train' and self.engine: self.engine.loop.n_steps = at['iter']

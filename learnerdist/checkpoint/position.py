@@ -61,7 +61,8 @@ class PlacedLoader(LoaderWrapper):
         self.seeds_itself = seeds is None or d is not None and d.sample_seeds and d.pad=='batch'
     def __len__(self): return self.offset+len(self.dl)
     def __iter__(self):
-        own,first = _with_state(self.dl),self.had-self.again
+        own = _with_state(self.dl)
+        first = self.had-self.again
         if self.begin is not None: own.load_state_dict(self.begin)
         if hasattr(self.dl, 'dealer'): self.dl.dealer.n_skip = first # its batches are seeded by their number
         if self.seeds: self.seeds.set(first) # workers are seeded from the streams

@@ -69,14 +69,16 @@ def write_snapshot(folder, parts:dict, info:dict, background=False, writers=None
     folder always does; keep: how many of the run stay; after: Futures of snapshots whose uploads go first. An OSError
     in the Future says what was not written and why"""
     background = background or isinstance(folder, Remote)
-    parts,done = {k: on_cpu(o, background, {}) for k,o in parts.items()},Future()
+    parts = {k: on_cpu(o, background, {}) for k,o in parts.items()}
+    done = Future()
     args = done,folder,parts,info,writers or Writers(0, 1, secrets.token_hex(4)),keep,after
     if background: Thread(target=_write, args=args, name='checkpoint').start()
     else: _write(*args)
     return done
 
 def _write(done, folder, parts, info, writers, keep, after):
-    remote,tmp = isinstance(folder, Remote),folder.parent/f'.{folder.name}.{writers.token}.tmp'
+    remote = isinstance(folder, Remote)
+    tmp = folder.parent/f'.{folder.name}.{writers.token}.tmp'
     try:
         with own_folder(tempfile.gettempdir()) if remote else nullcontext(tmp) as tmp:
             files = {f'{k}.pt': _write_part(tmp/f'{k}.pt', parts.pop(k)) for k in [*parts]}
@@ -182,7 +184,8 @@ def read_snapshot(folder, info:dict, names=('model','state'), like=None, check=T
     """The states that `write_snapshot` was given, on the CPU. like: any part of a sharded model, then this rank's rows
     are read only, and `check` says whether the checksums of their files are looked at. DamagedFile if a file has
     changed, ValueError if it holds code"""
-    at,n = folder/info['parts'] if 'parts' in info else folder,info.get('shards', 0)
+    at = folder/info['parts'] if 'parts' in info else folder
+    n = info.get('shards', 0)
     def part(k, mapped, check): return _read_part(at/f'{k}.pt', info['files'].get(f'{k}.pt'), mapped, check)
     mapped = like is not None and not n # then rank 0 checks for all
     parts = {k: part(k, mapped, check and is_rank0()) for k in names}
@@ -244,7 +247,8 @@ def newest_good(path, like=None, after=None, together=False)->Found:
     """The newest undamaged snapshot in `path`, None without any; only one newer than (epoch, step) `after`. ValueError
     if all of them are damaged. together: on all ranks, each of which reads and checks what it needs: a sync point"""
     def share(o): return gather_objects(o) if together else [o]
-    found,bad = share(None if together and group_rank() else _manifests(path))[0],[]
+    found = share(None if together and group_rank() else _manifests(path))[0]
+    bad = []
     run = _newest_run(found)
     with copied(path, share) as source:
         for name,info in reversed(found.items()):
@@ -321,7 +325,8 @@ def open_folder(path, resume:bool, make=True):
 def newest_in(folder):
     "This folder if it is a snapshot, else the newest one in it, of the last of several fits; None without one"
     if (folder/'manifest.json').exists(): return folder
-    last,n = _newest(folder),2
+    last = _newest(folder)
+    n = 2
     while found := _newest(folder/f'fit_{n}'): last,n = found,n+1
     return last
 

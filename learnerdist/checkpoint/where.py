@@ -105,7 +105,8 @@ class Memory(Where):
         sizes = {}
         map_tensors(parts, lambda t: sizes.setdefault((t.data_ptr(),t.nbytes), t.nbytes))
         self.folder.mkdir(exist_ok=True)
-        n,free = sum(sizes.values()),free_bytes(self.folder)
+        n = sum(sizes.values())
+        free = free_bytes(self.folder)
         why = f'{n/2**20:,.0f} MB of memory for a state: {free/2**20:,.0f} MB are free'
         if n>free: raise MemoryError(errno.ENOMEM, why)
 

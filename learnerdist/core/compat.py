@@ -74,11 +74,13 @@ def missing()->dict:
     return {'.'.join(names[k][:2]): names[k][2] for k in there if find(k, missing) is missing}
 
 # %% ../../nbs/core/00_compat.ipynb #f71dfe38
-queue_callback,default_store = find('queue_callback'),find('default_store')
+queue_callback = find('queue_callback')
+default_store = find('default_store')
 end_children = find('end_children') # of this process, which ends without `sys.exit`
 BatchNorm,check_channels = find('batch_norm'),find('check_channels') # the first for isinstance
 TrackingNorm = find('tracking_norm') # BatchNorm and InstanceNorm, for isinstance
-foreach_add,foreach_mul = find('foreach_add'),find('foreach_mul')
+foreach_add = find('foreach_add')
+foreach_mul = find('foreach_mul')
 # For a copied DataLoader, which would else read from the workers of the original
 no_iterator = dict(_iterator=None)
 update_stats = torch.batch_norm_update_stats

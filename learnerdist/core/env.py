@@ -148,7 +148,8 @@ def launch_store(timeout_s=300):
 def _connect(timeout_s):
     "`connect_store` of this rank; it prints on stderr after 5 s that it waits"
     read_launcher()
-    rank,is_host = f'rank {rank_distrib()}',rank_distrib()==0
+    rank = f'rank {rank_distrib()}'
+    is_host = rank_distrib()==0
     at = ':'.join(os.environ.get(k, '') for k in ('MASTER_ADDR','MASTER_PORT'))
     late = f'{rank} waits for rank 0 to listen at {at} (MASTER_ADDR, MASTER_PORT)'
     why = 'cannot reach rank 0:'
@@ -191,7 +192,10 @@ def connect_store(env, timeout_s=300, hosts=False):
 class RankError(RuntimeError):
     "An error of another rank. Attributes: `rank`, `kind` (name of its type), `message` and `trace` (its traceback)"
     def __init__(self, rank, kind, message, trace=''): # see above
-        self.rank,self.kind,self.message,self.trace = rank,kind,message,trace
+        self.rank = rank
+        self.kind = kind
+        self.message = message
+        self.trace = trace
         where = f'\n\non rank {rank}:\n{trace}' if trace else ''
         super().__init__(f'rank {rank} {_how(kind, message)}{where}')
     def __reduce__(self): return type(self),(self.rank,self.kind,self.message,self.trace)
@@ -252,7 +256,8 @@ def wait_keys(store, keys:dict, timeout_s, what='', unless=None)->list:
     such as 'to load a.pth': printed on stderr after 5 seconds; unless: a key that ends the waiting, once it is set;
     returns: the values, in the order of `keys`; None after `timeout_s` seconds, or because of `unless`"""
     if _plan and 0 in keys: keys = dict.fromkeys(keys, keys[0])
-    start,ended = time.monotonic(),False
+    start = time.monotonic()
+    ended = False
     while not store.check([*keys.values()]):
         waited = time.monotonic()-start
         if ended or waited>patience(timeout_s): return None
@@ -343,7 +348,8 @@ def phase()->str:
 
 def next_phase():
     "Called on all ranks, before they wait for one another: rank 0 records in the store that this phase is over"
-    name,store = ''.join(section)+'/phase',shared_store() if own_rank()==0 else None
+    name = ''.join(section)+'/phase'
+    store = shared_store() if own_rank()==0 else None
     if store is not None: store.set(f'{name}{_counts[name]}/over', '')
     _counts[name] += 1
 
@@ -363,7 +369,8 @@ def _meet(store):
     if store.add(f'here/{rank}', 1)>1: raise ValueError(f'RANK={rank} of two processes: give each its own')
 
 def _open(device, backend, timeout_s, store):
-    n,timeout = num_distrib(),timedelta(seconds=patience(timeout_s))
+    n = num_distrib()
+    timeout = timedelta(seconds=patience(timeout_s))
     gpus = everyones(gpu_id(device), 'gpu', store, timeout_s, 'to open the process group')
     if None in gpus:
         absent = gpus.index(None)
@@ -450,7 +457,8 @@ _ours,_loops = [],[]
 
 def _event_loops():
     "From the file descriptor of each event loop of this process to those of its sockets. Empty if there is no /proc"
-    is_socket,found = lambda fd: os.readlink(f'/proc/self/fd/{fd}').startswith('socket:'),{}
+    is_socket = lambda fd: os.readlink(f'/proc/self/fd/{fd}').startswith('socket:')
+    found = {}
     for o in Path('/proc/self/fdinfo').glob('*'):
         with suppress(OSError):
             fds = re.findall(r'^tfd:\s*(\d+)', o.read_text(), re.M)
@@ -504,7 +512,8 @@ def process_group(
     """Context with an open process group, if the launcher started several ranks; yields the device. The last of
     these contexts closes the group that the first one opened, in whatever order they end"""
     read_launcher()
-    user,failed = [timeout_s or group_timeout()],True
+    user = [timeout_s or group_timeout()]
+    failed = True
     _users.append(user)
     try:
         device = kw.pop('cuda_id', device) # its old name

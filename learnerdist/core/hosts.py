@@ -76,7 +76,8 @@ def _first(env, *names): return next((env[k] for k in names if env.get(k)), '')
 
 def _tasks_here(env, node, n, n_nodes):
     "From '2(x3),1': 2 tasks on each of three nodes, 1 on the fourth"
-    text,counts = _first(env, 'SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE'),[]
+    text = _first(env, 'SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE')
+    counts = []
     for k,times in re.findall(r'(\d+)(?:\(x(\d+)\))?', text): counts += [int(k)]*int(times or 1)
     if node < len(counts): return counts[node]
     return int(env.get('SLURM_NTASKS_PER_NODE') or -(-n//n_nodes))
@@ -127,7 +128,8 @@ def foreign_rank(env=os.environ)->dict:
     rank,size = found[:2]
     text = f'{rank}={env[rank]}'
     if not env.get(size): raise ValueError(f'{text}, but {size} is not set: set RANK and WORLD_SIZE, or use torchrun')
-    n,is_local = _number(env, size),env.get(found[3]) == env[size]
+    n = _number(env, size)
+    is_local = env.get(found[3]) == env[size]
     if n < 2: return {}
     first = '127.0.0.1' if is_local else first_host(_first(env, 'SLURM_JOB_NODELIST'))
     addr = env.get('MASTER_ADDR') or first
@@ -156,8 +158,10 @@ def _starter(name):
 # %% ../../nbs/core/00_hosts.ipynb #c4ec0001
 def check_rank(env=os.environ):
     "ValueError if RANK and its kin do not number this process: it would train alone, or wait for others forever"
-    rank,size = env.get('RANK', ''),env.get('WORLD_SIZE', '')
-    addr,port = env.get('MASTER_ADDR', ''),env.get('MASTER_PORT', '')
+    rank = env.get('RANK', '')
+    size = env.get('WORLD_SIZE', '')
+    addr = env.get('MASTER_ADDR', '')
+    port = env.get('MASTER_PORT', '')
     if not rank and size in ('', '1'): return
     if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
         remedy = 'set RANK to 0 ... WORLD_SIZE-1, or neither to train alone'

@@ -64,7 +64,8 @@ def _accelerator():
 def rng_state(device=True)->tuple:
     """The state of every global random stream: Python's, numpy's, torch's on the CPU and (`device`) on the current
     accelerator"""
-    np,module = sys.modules.get('numpy'),_accelerator() if device else None
+    np = sys.modules.get('numpy')
+    module = _accelerator() if device else None
     own = module.get_rng_state() if module and module.is_initialized() else None
     return random.getstate(),np and np.random.get_state(),torch.get_rng_state(),own
 
@@ -118,7 +119,8 @@ class Generators(list):
     def of(cls, *users):
         "Those that these objects, and the methods of their classes, refer to"
         np = sys.modules.get('numpy')
-        todo,seen = [*users],{}
+        todo = [*users]
+        seen = {}
         kinds = torch.Generator,random.Random,*((np.random.Generator,np.random.RandomState) if np else ())
         for o in todo: # it grows
             if id(o) in seen or len(seen)>20_000: continue
@@ -145,7 +147,8 @@ def map_seeded(f, items, parts, own=no_generators)->list:
     """`f` of each item, with the streams of the CPU and the user's `own` seeded by `parts`, a tuple for each.
     Afterwards the streams go on where they were; a loader's worker has none to protect"""
     before = rng_state(device=False) if get_worker_info() is None else None
-    np,res = sys.modules.get('numpy'),[]
+    np = sys.modules.get('numpy')
+    res = []
     try:
         for o,s in zip(items, mix_seeds(parts)): # as `seed_streams`, without a call for each sample
             random.seed(s)
@@ -217,7 +220,8 @@ class shared_rng:
         self.reseed(*seeds)
     def reseed(self, *seeds):
         "Begin new streams from these seeds"
-        outer,s = rng_state(device=False),mix_seed(*seeds)
+        outer = rng_state(device=False)
+        s = mix_seed(*seeds)
         seed_streams(*seeds, device=False)
         gens = [torch.Generator(g.device).manual_seed(s).get_state() for g in self.gens]
         self.inner = rng_state(device=False),gens

@@ -47,7 +47,8 @@ def _answers():
 _lost = 0,'exit','ended before it was done'
 
 def _in_turn(func, store, me, what):
-    key,nested = f'rank0_first/{count("rank0_first")}',bool(_running)
+    key = f'rank0_first/{count("rank0_first")}'
+    nested = bool(_running)
     _running.append(key)
     try:
         if me: _await_rank0(store, key, what)
@@ -118,7 +119,8 @@ def await_save(
 def _of_rank0(store, path, timeout_s, find):
     "What rank 0 finds when it loads `path`. `RankError` if its save failed"
     while True: # rank 0 may have loaded other files of this name by itself
-        key,over = f'{_loads(path)}/{count(_loads(path))}',f'{phase()}/over'
+        key = f'{_loads(path)}/{count(_loads(path))}'
+        over = f'{phase()}/over'
         try: message = wait_key(store, key, timeout_s, 0, f'to load {path}, as all ranks do', over)
         except RankError as e:
             if e.trace or not find(): raise

@@ -89,7 +89,8 @@ class Remote:
 
     def _same_size(self, file):
         self.fs.invalidate_cache()
-        there,own = self.fs.size(self.path),file.stat().st_size
+        there = self.fs.size(self.path)
+        own = file.stat().st_size
         if there!=own: raise OSError(f'{own} bytes here, and {there} there')
 
 # %% ../../nbs/core/01_remote.ipynb #rm000007

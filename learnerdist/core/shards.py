@@ -61,7 +61,8 @@ def shard_of(full:Tensor, like, device=None):
     own,mesh = full,like.device_mesh
     for i,o in enumerate(like.placements):
         if not o.is_shard(): continue
-        parts,k = own.chunk(mesh.size(i), o.dim),mesh.get_local_rank(i)
+        parts = own.chunk(mesh.size(i), o.dim)
+        k = mesh.get_local_rank(i)
         own = parts[k] if k<len(parts) else own.narrow(o.dim, 0, 0)
     # not a view, which would keep `full` in memory
     return part_from(own.detach().to(device or device_of(like), copy=True), like)
@@ -132,7 +133,8 @@ def _cut(n, W, i):
 def shard_position(like)->tuple:
     """(this rank's number, the number) of ranks among which tensors are cut as `like`, and whether another rank has
     the same part"""
-    mesh,i = like.device_mesh,next(i for i,o in enumerate(like.placements) if o.is_shard())
+    mesh = like.device_mesh
+    i = next(i for i,o in enumerate(like.placements) if o.is_shard())
     at = mesh.get_coordinate()
     return at[i],mesh.size(i),any(at[:i]+at[i+1:])
 

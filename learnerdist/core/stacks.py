@@ -144,7 +144,8 @@ def stack_of(pid:int, file:Path, timeout_s=10)->str:
     before = _read(file).count(_head)
     # signals of one kind are handled one after the other: when the second answer begins, the first is complete
     for i in (1,2):
-        start,n_asked = time.monotonic(),0
+        start = time.monotonic()
+        n_asked = 0
         while _read(file).count(_head) < before+i:
             waited = time.monotonic()-start
             if waited > timeout_s or is_stopped(pid) or not _holds(pid, file): return None

@@ -108,7 +108,8 @@ def _pieces(tensors):
 # %% ../../nbs/core/06_weights.ipynb #ckw12
 def save_tensors(tensors:dict, path):
     "Write tensors as safetensors, with a checksum. Needs the package safetensors. tensors: by name"
-    own,seen = {},set()
+    own = {}
+    seen = set()
     for k,t in tensors.items():
         need(isinstance(t, torch.Tensor), f'{k} is no tensor: save without .safetensors')
         t = t.detach().cpu().contiguous()

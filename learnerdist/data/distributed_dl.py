@@ -102,7 +102,8 @@ class Dealt:
     def __len__(self): return self.dealer.count(len(self.source))
     def chunks(self):
         "Iterator over the items of all ranks, some at a time: the same on each rank, which `noted` lets ranks compare"
-        d,parts = self.dealer,loader_parts(self.source)
+        d = self.dealer
+        parts = loader_parts(self.source)
         plain = {*map(type, parts)}<={BatchSampler,SequentialSampler} # no random numbers
         if plain: return draw(self.source, nullcontext(), 64, 64)
         gens = [g for o in parts if isinstance(g := getattr(o, 'generator', None), torch.Generator)]
@@ -124,7 +125,8 @@ class DealtOrder(Dealt):
         self.shuffle,self.base = shuffle,range(len(source))
     def chunks(self):
         "Iterator over the order of the epoch, over all ranks"
-        d,n = self.dealer,len(self.source)
+        d = self.dealer
+        n = len(self.source)
         order = epoch_order(n, d.epoch, d.seed, True) if self.shuffle else range(n)
         return (order[i:i+self.chunk] for i in range(0, n, self.chunk))
 
@@ -284,7 +286,8 @@ class Dealer:
 def check_count(d:Dealer, k:int, name:str):
     """RuntimeError unless these are the rank's shard, each sample once. A stream is checked if it has a length. k:
     batches of this epoch that a loader has given this rank; name: of the loader, or of the stream that it reads"""
-    W,total = d.world_size,data_len(d.source)
+    W = d.world_size
+    total = data_len(d.source)
     seen = d.n_read+d.start # with those of an earlier run
     if W==1 or d.items is None or d.by_rank: return
     if d.streams:
@@ -319,7 +322,8 @@ class Seeded(LoaderWrapper, Dataset):
     def __len__(self): return len(self.source)
     def __getitem__(self, i): return self.__getitems__([i])[0]
     def __getitems__(self, idxs):
-        own,after = self.dealer.generators(self.source, self.after),self.after
+        own = self.dealer.generators(self.source, self.after)
+        after = self.after
         items = self.quiet_batch(idxs) if self.reads_batches and not own else None
         if items is not None and not after: return items
         f = self.source.__getitem__
@@ -345,11 +349,13 @@ class _Stream(LoaderWrapper, IterableDataset):
     def __iter__(self):
         """This rank's items, or those of each of its parts. A worker reads what the same worker of one process reads;
         where samples draw, each has its own streams"""
-        d,info = self._dealer,get_worker_info()
+        d = self._dealer
+        info = get_worker_info()
         worker,workers = (info.id,info.num_workers) if info else (0,1)
         if info and hasattr(self._inner, 'set_epoch'): self._inner.set_epoch(d.epoch)
         rng = shared_rng(d.seed, d.epoch)
-        chunks,at = self._chunks(rng),self._n
+        chunks = self._chunks(rng)
+        at = self._n
         # until its first item all workers share one stream: a data set may shuffle before it splits
         first = next(chunks, [])
         if info: rng.reseed(d.seed, d.epoch, worker)
@@ -411,7 +417,8 @@ def reindexed(dl, dealer:Dealer):
 
 @reindexed.register
 def _(dl:DataLoader, dealer):
-    new,bs = _seeded(dl, dealer),dl.batch_sampler
+    new = _seeded(dl, dealer)
+    bs = dl.batch_sampler
     v = vars(new)
     if isinstance(dl.dataset, IterableDataset): return new # the data set deals
     if bs is None: v['sampler'] = _indices(dl.sampler, dealer, 64)
@@ -430,7 +437,8 @@ def _indices(sampler, dealer, chunk):
 
 def _seeded(dl, dealer):
     "A copy of torch's loader, with a data set whose samples draw from streams of their own; a stream is dealt"
-    new,f = copy.copy(dl),dl.collate_fn
+    new = copy.copy(dl)
+    f = dl.collate_fn
     g = dl.generator
     # the seeds of the workers are drawn from it
     if g is not None and dealer.rank: g = torch.Generator(g.device).manual_seed(mix_seed(g.initial_seed(), dealer.rank))
@@ -513,7 +521,8 @@ def whole_batches(dl, dealer:Dealer):
 @whole_batches.register
 def _(dl:DataLoader, dealer):
     if isinstance(dl.dataset, IterableDataset) or _reads_itself(dl): return whole_batches.dispatch(object)(dl, dealer)
-    new,name = _seeded(dl, dealer),'sampler' if dl.batch_sampler is None else 'batch_sampler'
+    new = _seeded(dl, dealer)
+    name = 'sampler' if dl.batch_sampler is None else 'batch_sampler'
     vars(new)[name] = dealer.drawn(getattr(dl, name), unit='batch')
     return new
 
@@ -588,7 +597,8 @@ class DistributedDL(LoaderWrapper):
             deal = Deal(rank, world_size, pad, global_bs=global_bs, max_bs=max_bs)
             return cls.__new__(cls)._split(dl, deal, seed, sample_seeds)
         for o in loader_parts(dl):
-            n,r = getattr(o, 'num_replicas', None),getattr(o, 'rank', None)
+            n = getattr(o, 'num_replicas', None)
+            r = getattr(o, 'rank', None)
             same = world_size<2 or None in (n,r) or (n,r)==(world_size,rank)
             here = f'rank {rank} of {world_size}'
             need(same, f'a sampler deals rank {r} of {n} its samples, and {here} reads them')
@@ -605,7 +615,8 @@ class DistributedDL(LoaderWrapper):
     def new(self, dataset=None, **kw):
         """The shard of the same rank, of another data set or with other settings. dataset: another data set; None: the
         same; kw: settings to change"""
-        dl,d = with_settings(self.source, dataset, **kw),self.dealer
+        dl = with_settings(self.source, dataset, **kw)
+        d = self.dealer
         if is_split(dl): return dl
         return copy.copy(self)._split(dl, d.deal, self.seed, d.sample_seeds)
     def set_epoch(self, epoch):
@@ -704,7 +715,8 @@ class Joined:
 def widened(dl, k:int):
     """A copy of `dl` with batches `k` times as large. ValueError if it has no batch size. dl: any loader of batches
     that is not split among ranks; k: factor of the batch size"""
-    sampler,name = getattr(dl, 'batch_sampler', None),type(dl).__name__
+    sampler = getattr(dl, 'batch_sampler', None)
+    name = type(dl).__name__
     own = sampler is not None and type(sampler) is not BatchSampler
     if own: return with_settings(dl, batch_sampler=Joined(sampler, k))
     bs,_ = batch_shape(dl)

@@ -119,7 +119,8 @@ def loader_settings(dl:DataLoader)->dict:
     res = {o:getattr(dl, o) for o in _OPTIONS if hasattr(dl, o)}
     # torch's, since the default depends on batch_size
     if res['collate_fn'] in _COLLATES: res['collate_fn'] = None
-    bs,drop = dl.batch_sampler,['batch_sampler']
+    bs = dl.batch_sampler
+    drop = ['batch_sampler']
     if isinstance(dl.dataset, IterableDataset): drop = ['sampler', 'batch_sampler']
     elif dl.batch_size is None and type(bs) is BatchSampler: res |= {o: getattr(bs, o) for o in _BATCHES}
     elif dl.batch_size is None and bs is not None: drop = _BATCHES
@@ -267,7 +268,8 @@ class TfmdDL(DataLoader):
         super().__init__(_dataset(dataset), shuffle=shuffle and data_len(dataset)!=0, **kw)
         self._set_collate()
     def _set_collate(self):
-        f,rows = self.collate_fn,isinstance(self.dataset, FrameRows)
+        f = self.collate_fn
+        rows = isinstance(self.dataset, FrameRows)
         batched = self.batch_sampler is not None
         if isinstance(f, Collate): f = f.collate_fn
         if f in _COLLATES:
@@ -277,7 +279,8 @@ class TfmdDL(DataLoader):
         need(not by_item, 'after_item: rows of a data set with iloc are read by the batch')
         self.collate_fn = Collate(self.after_item, f, batched) if self.after_item else f
     def __iter__(self):
-        fs,it = self.after_batch,batches(self)
+        fs = self.after_batch
+        it = batches(self)
         if not fs: return it
         return (None if b is None else pipe(fs, b) for b in it)
     def new(self, dataset=None, **kw):
@@ -309,7 +312,8 @@ class DataLoaders:
             is_data = isinstance(o, Dataset) and not isinstance(o, IterableDataset)
             what = f'a {type(o).__name__} is a data set, no loader'
             need(not is_data, f'{what}: DataLoaders.from_dsets(train, valid)')
-        self.path,self.device = Path(path),device
+        self.path = Path(path)
+        self.device = device
         self.n_inp = n_inp
     @classmethod
     def from_dsets(cls,

@@ -134,17 +134,20 @@ class StoredRows:
         """file: open for reading and writing, without a buffer; shape: (n,…); start: byte at which the first row
         begins, a multiple of 64"""
         self.file,self.start = file,start
-        self.shape,self.dtype = tuple(shape),dtype
+        self.shape = tuple(shape)
+        self.dtype = dtype
         self.row_bytes = row_bytes(shape, dtype)
 
     def write(self, places:range, rows:Tensor):
         "Write rows. OSError if the disk is full. places: where each of `m` belongs; rows: (m,…), on the CPU"
-        ints,size = as_ints(rows.as_subclass(Tensor)),self.row_bytes
+        ints = as_ints(rows.as_subclass(Tensor))
+        size = self.row_bytes
         if not ints.numel(): return
         data = memoryview(ints.numpy()).cast('B')
         k = len(places) if places.step==1 else 1 # neighbours are written at once
         for i in range(0, len(places), k):
-            at,left = self.start+places[i]*size,data[i*size:(i+k)*size]
+            at = self.start+places[i]*size
+            left = data[i*size:(i+k)*size]
             while len(left):
                 done = os.pwrite(self.file.fileno(), left, at)
                 at,left = at+done,left[done:]
@@ -179,10 +182,12 @@ def row_files(folder, together=True):
     error no file remains. folder: its files appear whole when the body ends without an error, and replace those of
     the same names; together: whether all ranks of the group write these files; if not, this process alone does;
     returns: a function of (name, shape, dtype) that makes the `StoredRows` of `<name>.npy`"""
-    first,made = not together or group_rank()==0,[]
+    first = not together or group_rank()==0
+    made = []
     with ExitStack() as stack:
         def make(name, shape, dtype):
-            head,path = npy_header(shape, dtype),Path(folder)/f'{name}.npy'
+            head = npy_header(shape, dtype)
+            path = Path(folder)/f'{name}.npy'
             tmp = None
             if first: tmp = stack.enter_context(_sized(path, head, shape[0]*row_bytes(shape, dtype)))
             if together: tmp = broadcast_object(tmp)

@@ -73,7 +73,8 @@ class Deal:
 
     def padding(self, n:int)->int|None:
         "The place of the item that this rank repeats after the `n` of an epoch; None if it repeats none"
-        W,rest = self.world_size,n%self.step
+        W = self.world_size
+        rest = n%self.step
         if n<1 or not self.pad: return None
         if self.by_step and (rest>=W or self.workers>1): return None
         place = (self.rank-rest)%W
@@ -100,7 +101,8 @@ class Deal:
         """Iterator over this rank's items, as lists. chunks: the items of all ranks, some at a time; base: the padding
         repeats its first items, None: those of `chunks`; at: how many come before; skip: how many are left out at
         first; at_end: called with the number of all"""
-        head,most = [],self.world_size-1
+        head = []
+        most = self.world_size-1
         chunks = without_first(chunks, skip)
         if self.drops_rest: chunks = full_rows(chunks, self.row)
         for chunk in chunks:
@@ -120,7 +122,8 @@ class Deal:
     def steps(self, chunks, first:int=0, skip:int=0, at_end=lambda n: None):
         """Iterator over the steps of an epoch: its number, how many items it has, those of each of this rank's parts.
         first: number of the first step; skip: items to leave out; chunks, at_end: as in `own_items`"""
-        items,n = islice(chain.from_iterable(map(to_list, chunks)), skip, None),0
+        items = islice(chain.from_iterable(map(to_list, chunks)), skip, None)
+        n = 0
         for k in count(first):
             step = [*islice(items, self.step)]
             if not step or self.drop_last and len(step)<self.step: break

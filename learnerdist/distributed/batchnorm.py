@@ -67,7 +67,10 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx, x, weight, bias, mean, var, n, eps, group, counts):
         mean,var = (o.to(torch.promote_types(x.dtype, torch.float32)) for o in (mean, var))
         ctx.save_for_backward(x, weight, mean, var)
-        ctx.n,ctx.eps,ctx.group,ctx.counts = n,eps,group,counts
+        ctx.n = n
+        ctx.eps = eps
+        ctx.group = group
+        ctx.counts = counts
         w,b = (o if o is None else o.to(mean.dtype) for o in (weight, bias))
         return F.batch_norm(x, mean, var, w, b, False, 0., eps)
 
@@ -75,7 +78,8 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         x,weight,mean,var = ctx.saved_tensors
-        sums,need = _grad_sums(g, x, mean, var, ctx.eps),ctx.needs_input_grad
+        sums = _grad_sums(g, x, mean, var, ctx.eps)
+        need = ctx.needs_input_grad
         grads = [o.to(weight.dtype) if yes else None for o,yes in zip(sums, need[1:3])]
         return _input_grad(ctx, g, sums) if need[0] else None, *grads, *[None]*6
 

@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 def tensor_hash(t:Tensor)->Tensor:
     """A hash, () int64, that changes with any bit of `t` and with the order of its elements; in chunks, to take little
     memory"""
-    bits,res = as_ints(t.detach()[None])[0],torch.zeros((), dtype=torch.int64, device=t.device)
+    bits = as_ints(t.detach()[None])[0]
+    res = torch.zeros((), dtype=torch.int64, device=t.device)
     for i in range(0, len(bits), _chunk):
         part = bits[i:i+_chunk].long()
         res += ((part+1)*(2*torch.arange(i, i+len(part), device=t.device)+1)**2).sum()
@@ -122,7 +123,8 @@ def few_samples(dls:list, most:int=2)->dict:
 
 def reader(dl):
     "A function that reads a sample of a loader's data set by its index; None if they are not read one by one"
-    ds,read = getattr(dl, 'dataset', None),getattr(dl, 'do_item', None)
+    ds = getattr(dl, 'dataset', None)
+    read = getattr(dl, 'do_item', None)
     batched = hasattr(dl, 'do_batch') or getattr(dl, 'batch_sampler', None) is not None
     if isinstance(ds, IterableDataset) or not batched: return None
     if not (hasattr(ds, '__getitem__') and data_len(ds)): return None
@@ -194,7 +196,8 @@ def path_of_rank0(paths, findings):
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp02
 def structure(learn)->dict:
     "By name: classes and shapes of the model's parts, in their order, and the class or name of the loss"
-    model,loss = get_model(learn.model),learn.loss_func
+    model = get_model(learn.model)
+    loss = learn.loss_func
     res = {f'model.{k}'.rstrip('.'): type(m).__name__ for k,m in model.named_modules()}
     for i,(k,p) in enumerate(model.named_parameters()):
         shape = 'lazy' if nn.parameter.is_lazy(p) else tuple(p.shape)
@@ -215,9 +218,11 @@ def settings(learn, shares:list)->dict:
 def need_equal(every:list, cbs=()):
     """Raise ValueError unless all ranks have the same. every: values by name, of each rank; cbs: names of callbacks of
     each rank, of which one may have more than others, such as one that logs"""
-    found,most = unequal(every, 'none'),max(cbs, key=len, default=())
+    found = unequal(every, 'none')
+    most = max(cbs, key=len, default=())
     for own in cbs:
-        rest,shared = iter(most),set.intersection(*map(set, cbs))
+        rest = iter(most)
+        shared = set.intersection(*map(set, cbs))
         if all(o in rest for o in own): continue
         found['callbacks'] = [', '.join([k for k in o if k not in shared] or o) for o in cbs]
     text = (f'the ranks train differently: {describe_unequal(found)}. Give the same on all; what is drawn, as by the '
@@ -228,7 +233,8 @@ def need_equal(every:list, cbs=()):
 def same_model(learn, gather=gather_same)->tuple:
     """Raise ValueError if the ranks have other models or losses, which DDP would wait for or crash on. returns: whether
     all have the same weights and buffers, and the same optimizer state. Sync point: one exchange"""
-    model,state = get_model(learn.model),state_of(learn.opt)
+    model = get_model(learn.model)
+    state = state_of(learn.opt)
     weights = digest([*model.parameters(),*model.buffers()])
     # what cannot be hashed counts as different
     if None in weights: weights = group_rank()
@@ -249,7 +255,8 @@ def shown(o)->str:
 def options_of(cbs)->dict:
     """By name, as texts: the callbacks of this package that have a part in training, and what they were made with, as
     far as it or what they derive from is ours"""
-    res,n = {},Counter()
+    res = {}
+    n = Counter()
     for cb in cbs:
         ours = [o for o in type(cb).__mro__ if o.__module__.startswith('learnerdist.') and o is not Callback]
         if not ours or cb.by_rank: continue
@@ -284,7 +291,8 @@ def objects_beside(learn)->dict:
 
 def tensors_beside(learn, batchnorm=True)->dict:
     "By name: parameters and buffers, with or without those of `batchnorm`, of `objects_beside`; not those of the model"
-    model,res = get_model(learn.model),{}
+    model = get_model(learn.model)
+    res = {}
     seen = {*map(id, (*model.parameters(),*model.buffers()))}
     # modules first: they have names for the parameters of optimizers
     for k,o in sorted(objects_beside(learn).items(), key=lambda o: isinstance(o[1], Optimizer)):
@@ -320,7 +328,8 @@ def compare_weights(learn, n_steps:int, findings, gather=gather_same):
     """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report an order that differs,
     buffers and tensors of other modules. Sync point"""
     own,named = unsynced(learn.model),{} # own: which a copy of the model has, too
-    order,samples = order_of(learn.dl),few_samples(learn.runner.loaders.sources) if findings.mode else {}
+    order = order_of(learn.dl)
+    samples = few_samples(learn.runner.loaders.sources) if findings.mode else {}
     if findings.mode: named = tensors_beside(learn, not own)
     found = differences(named|compared(learn.model, own)|order|samples, gather)
     if samples.keys()&found.keys(): findings('different-data', _redrawn, 'samples')

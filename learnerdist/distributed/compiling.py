@@ -93,7 +93,8 @@ class Compiled(Callback):
     def switch_on(self):
         "From now on the model runs compiled"
         learn = self.learn
-        model,shards = get_model(learn.model),getattr(learn.runner, 'sharded', None)
+        model = get_model(learn.model)
+        shards = getattr(learn.runner, 'sharded', None)
         if self.of!=(model,shards):
             copied = isinstance(learn.model, nn.DataParallel)
             need(not copied, 'DataParallel copies the model at each step: use distrib_ctx')

@@ -102,8 +102,10 @@ class Loaders:
         many batches on every rank), False for evaluation (whole batches)"""
         if isinstance(dl, Unshared): return dl
         if isinstance(dl, (list,tuple)) and not is_split(dl): dl = loader_of(dl)
-        e,W = self.engine,group_size()
-        cls,where = e.adapter.share_class,(group_rank(),W,e.seed)
+        e = self.engine
+        W = group_size()
+        cls = e.adapter.share_class
+        where = (group_rank(),W,e.seed)
         if not pad: return cls.by_batch(dl, *where, e.opts.sample_seeds)
         kw = {} if hasattr(dl, 'dealer') else dict(global_bs=global_batch(dl, e.opts, W), max_bs=e.max_bs)
         return cls.from_dl(dl, *where, pad=pad, sample_seeds=e.opts.sample_seeds, **kw)
@@ -164,7 +166,8 @@ class Ballot:
 
     def is_agreed(self, scope, within_step)->bool:
         "Whether all ranks leave `scope` now. ValueError within a training batch, if they have not agreed on it"
-        agreed,self.agreed = self.agreed==scope,None
+        agreed = self.agreed==scope
+        self.agreed = None
         if agreed or self.links is None or not within_step: return agreed
         e = sys.exc_info()[1]
         where = f'{type(e).__name__} was raised outside of the events of a batch ({frames_of(e)[0]})'
@@ -178,7 +181,9 @@ class Steps(LoaderWrapper):
         self.n_inp = getattr(dl, 'n_inp', getattr(engine.learn.dls, 'n_inp', None))
     def __len__(self): return len(self.dl)
     def __iter__(self):
-        e,it,W = self.engine,self._alike(),group_size()
+        e = self.engine
+        it = self._alike()
+        W = group_size()
         training = e.loop.training
         for k in count():
             done,e.loop.step = e.loop.step,None
@@ -193,7 +198,8 @@ class Steps(LoaderWrapper):
 
     def _alike(self):
         "An iterator; what ranks read first of a stream is compared"
-        it,ds = self._begun(),getattr(self.dl, 'dataset', None)
+        it = self._begun()
+        ds = getattr(self.dl, 'dataset', None)
         if not (isinstance(ds, IterableDataset) and hasattr(self.dl, 'dealer')): return it
         first = [*islice(it, 1)]
         return self._begun() if self.dl.dealer.compare(gather_objects, type(ds).__name__) else chain(first, it)
@@ -203,7 +209,8 @@ class Steps(LoaderWrapper):
         return iter(self.dl)
 
     def _warn_uneven(self, k, more):
-        W,n = group_size(),self.engine.loop.n_steps
+        W = group_size()
+        n = self.engine.loop.n_steps
         need(k, f'{W-more} of {W} ranks have no training batch: start fewer ranks or workers, or give more samples')
         text = f'{W-more} of {W} ranks have no further training batch: this epoch ends after {n}'
         if not group_rank(): warn('uneven-epoch', text)
@@ -218,10 +225,13 @@ def autocast_of(learn):
 def runs_out(engine, dl):
     """The exception, if memory runs out in the forward and backward pass of the first part of a loader, beside what
     a step needs; None if it does not, or if that cannot be computed. What it changes is restored"""
-    learn,model = engine.learn,get_model(engine.learn.model)
+    learn = engine.learn
+    model = get_model(engine.learn.model)
     params = [p for p in model.parameters() if p.requires_grad]
-    kept,streams = [(o,o.clone()) for o in model.buffers()],rng_state()
-    modes,grads = [(m,m.training) for m in model.modules()],take_grads(params)
+    kept = [(o,o.clone()) for o in model.buffers()]
+    streams = rng_state()
+    modes = [(m,m.training) for m in model.modules()]
+    grads = take_grads(params)
     # sums of parts, DDP's, the optimizer's
     n = max(len(factors(dl.dealer.n_parts//group_size()))-1, 0)+1+2*(not learn.opt.state)
     try:
@@ -237,7 +247,8 @@ def runs_out(engine, dl):
         if engine.device.type!='cpu': torch.get_device_module(engine.device).empty_cache()
 
 def _compute(engine, dl, room): # room: memory that is held meanwhile
-    learn,model = engine.learn,get_model(engine.learn.model)
+    learn = engine.learn
+    model = get_model(engine.learn.model)
     xb,yb = split_batch(to_device(dl.one_batch(), engine.device), getattr(learn.dls, 'n_inp', None))
     model.train()
     with autocast_of(learn): res = (learn.loss_func or loss_of_model)(call_model(model, xb, model), *yb)
@@ -273,12 +284,15 @@ class Engine(Runner):
 
     def open_context(self):
         "Join the group and shard the loaders; `close` undoes it"
-        learn,opts,ctx = self.adapter.learn,self.opts,self.context
+        learn = self.adapter.learn
+        opts = self.opts
+        ctx = self.context
         try:
             self.learn = learn
             ctx.join()
             cbs = [cb for f in context_callbacks for cb in f(self)]
-            self.by_parts,self.max_bs = bool(opts.max_bs),None if opts.max_bs=='auto' else opts.max_bs
+            self.by_parts = bool(opts.max_bs)
+            self.max_bs = None if opts.max_bs=='auto' else opts.max_bs
             # last: closed links free the others after a failure
             ctx.stack.callback(lambda: self.sharded and self.sharded.restore())
             self.ballot.links = ctx.stack.enter_context(open_links(group_timeout()))
@@ -304,7 +318,8 @@ class Engine(Runner):
             raise
 
     def _open_model(self):
-        learn,many = self.learn,group_size()>1
+        learn = self.learn
+        many = group_size()>1
         shard = self.opts.shard and many
         if not (shard and on_meta(get_model(learn.model))): learn.prepare_model()
         if shard: self.sharded = Sharded(self)
@@ -391,7 +406,9 @@ class Engine(Runner):
 
     def _warn_repeats(self, source):
         "Warn of repeated samples that cannot be dropped. The same on every rank"
-        dl,dealer,W = source.dl,source.dealer,group_size()
+        dl = source.dl
+        dealer = source.dealer
+        W = group_size()
         if dealer is None or dealer.pad!='batch' or dealer.bs: return
         n = dl.n_total
         if n is not None and n%W==0: return
@@ -447,7 +464,9 @@ class Engine(Runner):
             if verdict!=scope: ballot.leave(verdict)
         ballot.agreed = None
         if loop.evaluation: loop.evaluation.stopped |= scope=='validate'
-        loop.step,loop.part,ballot.phase = None,None,_after[scope]
+        loop.step = None
+        loop.part = None
+        ballot.phase = _after[scope]
 
     # --- the ends ---
 
@@ -517,7 +536,8 @@ class Engine(Runner):
     @contextmanager
     def aside(self):
         "Context for a loop within another"
-        outer,phase = running.get(),self.ballot.phase
+        outer = running.get()
+        phase = self.ballot.phase
         running.set(None)
         try:
             with replaced(self, loop=Loop(), group=Group()),replaced(self.ballot, phase=phase): yield

@@ -119,7 +119,8 @@ class Evaluation:
         self._check()
         reds = []
         for m in self.adapter.measured(): reds += [(m,red) for red in reductions(m)]
-        by_batch,numbers = [],[self.number(i) for i in range(self.n_begun)]
+        by_batch = []
+        numbers = [self.number(i) for i in range(self.n_begun)]
         for o in self.terms:
             if numbers: o.take(self.n_begun-1)
             o.put_back(numbers)
@@ -133,7 +134,8 @@ class Evaluation:
     def _check(self):
         """RuntimeError unless each batch of the loader was seen once, ValueError for what needs the batches of other
         ranks. Sync point"""
-        dl,known = self.learn.dl,self._by_batch()
+        dl = self.learn.dl
+        known = self._by_batch()
         own = dict(n=self.n_begun, stopped=self.stopped, carried=self.carried, metrics=listing_metrics(self.learn))
         if known: own |= dict(total=dl.dealer.n_read, order=int(dl.dealer.hashes[2]))
         every = gather_objects(own)
@@ -152,18 +154,21 @@ class Evaluation:
     def _gather(self, m, red):
         "Replace each list of `red` by what one process would have"
         how = getattr(m, 'gather', 'all')
-        dst,folder = 0 if how=='rank0' else None,how if isinstance(how, Path) else None
+        dst = 0 if how=='rank0' else None
+        folder = how if isinstance(how, Path) else None
         found = {}
         with storage(self.engine.links, folder) as make:
             for obj,name,ks in self.lists:
                 if obj is not red.obj: continue
-                values,ns = getattr(obj, name),getattr(m, 'ns', None)
+                values = getattr(obj, name)
+                ns = getattr(m, 'ns', None)
                 found[name] = gather_batches(values, ks, ns, dst, make, name, folder is not None)
         for name,got in found.items(): setattr(red.obj, name, self.adapter.as_kept(m, name, got))
 
     def _keep(self):
         "Keep this batch for metrics that take batches"
-        learn,i = self.learn,self.n_begun-1
+        learn = self.learn
+        i = self.n_begun-1
         saved = {k: to_cpu(to_detach(getattr(learn, k, None))) for k in self.of_batch}
         saved |= dict(items=vars(learn).get('items'), n_rows=batch_rows(learn), iter=self.number(i))
         self.batches[i] = saved
@@ -185,7 +190,8 @@ class Terms:
     "What each batch adds to numbers of a metric, which has the state of one batch until the end of the loop"
     def __init__(self, obj, names:list): # before a batch
         self.obj,self.names = obj,names
-        self.state,self.terms = vars(obj),[]
+        self.state = vars(obj)
+        self.terms = []
         self.start = {k: self.state[k] for k in names}
         self.tensors = [k for k,o in self.start.items() if isinstance(o, Tensor)] # may be changed in place
         for k in self.tensors: self.start[k] = self.start[k].clone()

@@ -42,9 +42,11 @@ def row_places(ks:list, lens:list)->tuple:
     rows = {}
     for r,(k,n) in enumerate(zip(ks, lens)):
         for i,m in zip(k, n): rows.setdefault(i, {})[r] = m
-    found,start = [{} for _ in ks],0
+    found = [{} for _ in ks]
+    start = 0
     for i in sorted(rows):
-        ms,first = rows[i],start
+        ms = rows[i]
+        first = start
         start += sum(ms.values())
         W,n = len(ms),sum(ms.values())
         dealt = W>1 and [*ms.values()]==[share_len(n, r, W, False) for r in range(W)]
@@ -91,7 +93,8 @@ def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None, name='
     since memory is freed as it is sent), the number of each (`ks`) and its samples (`ns`, needed for `joined`). Only
     `dst` gets the result, or all ranks. `make` makes room for the rows, see `storage`, in files (`in_files`) of this
     name; without it they travel. None if no rank has any batch. Sync point"""
-    ns,as_they_are = [0]*len(ks) if ns is None else ns,lambda o: o
+    ns = [0]*len(ks) if ns is None else ns
+    as_they_are = lambda o: o
     # a list may be read in two ways; else the batches are leaves
     for read in (as_they_are,loosely,lambda o: Samples([o])):
         cols,info = _described([*map(read, parts)], ks, ns)

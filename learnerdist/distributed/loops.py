@@ -133,7 +133,9 @@ class Source(NamedTuple):
 
 def source_of(dl)->Source:
     "What a step has to know of a loader"
-    dealer,known,W = getattr(dl, 'dealer', None),step_rows(dl) is not None,group_size()
+    dealer = getattr(dl, 'dealer', None)
+    known = step_rows(dl) is not None
+    W = group_size()
     if dealer is None: return Source(dl, None, known, 64*W, W, False, False)
     full = dealer.step if dealer.by_step and dealer.unit=='row' else 64*W
     by_parts = bool(dealer.n_parts)
@@ -225,7 +227,9 @@ class TrainingLoop(Loop):
     training = True
     def __init__(self, engine):
         super().__init__(engine)
-        self.learn,self.ballot,self.links = engine.learn,engine.ballot,engine.links
+        self.learn = engine.learn
+        self.ballot = engine.ballot
+        self.links = engine.links
         self.rank,self.world_size = group_rank(),group_size()
         self.model = self.replica = engine.replica
         self.by_parts = engine.by_parts
@@ -317,7 +321,8 @@ class TrainingLoop(Loop):
 
     def _begin_part(self, step, i, b):
         "Begin part `step.i` of the step; returns its batch"
-        source,part = self.source,step.parts[step.i]
+        source = self.source
+        part = step.parts[step.i]
         self.part = self.newest = part
         self.learn.items = None
         step.is_last = step.i==len(step.parts)-1
@@ -445,7 +450,8 @@ class TrainingLoop(Loop):
 
     def _end_step(self, step):
         "After the last backward pass of a step: what all ranks say of it. Sync point"
-        group,res = self.group,self._outcome(step)
+        group = self.group
+        res = self._outcome(step)
         if step.statistics: step.statistics.end_step(res.changed)
         if not res.counts: step.scope = res.scope
         ends = group.is_last and step.scope in (None,'backward') # else the optimizer does not step
@@ -520,7 +526,9 @@ class TrainingLoop(Loop):
 
     def holds(self, e, event)->bool:
         "Whether the Cancel exception `e`, which a callback has raised in `event`, waits for the end of the batch"
-        step,part,cancels = self.step,self.part,self.ballot.cancels
+        step = self.step
+        part = self.part
+        cancels = self.ballot.cancels
         if part is None or self.ballot.agreed or self.links is None and step.n_parts==1: return False
         scope = next((k for k in reversed(scopes[1:]) if isinstance(e, cancels[k])), None)
         if not may_cancel(scope, event): return False

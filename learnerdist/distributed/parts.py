@@ -34,7 +34,8 @@ class Tree:
             if n+1<radix:
                 self.levels[i] = n+1,part
                 return
-            x,self.levels[i] = part,(0, None)
+            x = part
+            self.levels[i] = (0, None)
         self.total = x
 
     @property
@@ -136,7 +137,9 @@ class Step:
     is_over = False # Whether all backward passes are over, and gradients have their scale
     handles = ()    # Of hooks on the gradients of a part that counts for nothing
     def __init__(self, parts:list, n_parts:int, statistics=None): # n_parts: of all ranks; statistics: `PartStatistics`
-        self.parts,self.n_parts,self.statistics = parts,n_parts,statistics
+        self.parts = parts
+        self.n_parts = n_parts
+        self.statistics = statistics
         self.is_last = len(parts)==1 # Whether the part that is computed now is
         self.cancelled = [] # The scopes that this rank has cancelled
         self.kept = {} # Gradients of batches before, since a callback accumulates

@@ -34,7 +34,8 @@ class Timer(Callback):
 
     def before_train(self):
         self.data = self.wait = 0.
-        self.begin,self.begin_links = perf_counter(),self.waited
+        self.begin = perf_counter()
+        self.begin_links = self.waited
         self.after_batch()
 
     def before_batch(self):
@@ -42,7 +43,8 @@ class Timer(Callback):
         self.reads = False # until the next batch: this one may have several parts
 
     def after_batch(self):
-        self.end,self.mark = perf_counter(),self.busy
+        self.end = perf_counter()
+        self.mark = self.busy
         self.reads = True
 
     def before_backward(self):

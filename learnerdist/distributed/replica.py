@@ -47,7 +47,9 @@ class SharedMean:
     """State of a communication hook that averages gradients in shared memory, or adds them up. Sync point: all ranks
     construct it"""
     def __init__(self, ddp, links, mean=True): # see `can_share`
-        self.links,self.W,self.rank = links,links.world_size,links.rank
+        self.links = links
+        self.W = links.world_size
+        self.rank = links.rank
         self.factor = 1/self.W if mean else 1.
         self.turn,self.known = 0,{}
         # whose first pass calls every bucket the first, and none the last
@@ -67,7 +69,8 @@ class SharedMean:
             if self.turns==1: self.links.meet() # every rank has read the slots
         if t.is_sparse: fut = default_hooks.allreduce_hook(current_group(), bucket)
         else:
-            fut,(slots,self.end) = torch.futures.Future(),self._slots_of(t)
+            fut = torch.futures.Future()
+            (slots,self.end) = self._slots_of(t)
             torch.mul(t, self.factor, out=slots[self.rank])
             self.pending.append((t,slots,fut))
         if self.at_once or bucket.is_last(): self._finish()
@@ -316,7 +319,8 @@ def _in_buckets(tensors:list, n_bytes:int=_large)->list:
 @contextmanager
 def _without_empty(model):
     "Within the body, DDP ignores parameters without elements, which it would refuse"
-    name,empty = ignored_by_ddp,{k for k,p in model.named_parameters() if not p.numel()}
+    name = ignored_by_ddp
+    empty = {k for k,p in model.named_parameters() if not p.numel()}
     old = vars(model).get(name)
     if empty: setattr(model, name, {*(old or ()), *empty})
     try: yield
@@ -325,7 +329,8 @@ def _without_empty(model):
         elif empty: delattr(model, name)
 
 # %% ../../nbs/distributed/09_replica.ipynb #7565e5ad
-_is_trained,_params = attrgetter('requires_grad'),itemgetter('params')
+_is_trained = attrgetter('requires_grad')
+_params = itemgetter('params')
 
 def weigh_back(out, k):
     "Let gradients that flow into a prediction be multiplied by `k`, if there is one"
@@ -374,12 +379,17 @@ class Replica(Trained):
     def __init__(self, engine, sync_bn=True, comm_hook=None, by_parts=False, **ddp_kw):
         """`comm_hook` is a function of (ddp, links, parts), see `find_hook`; by_parts: whether a step may have several
         parts on a rank"""
-        self.engine,self.learn,self.links = engine,engine.learn,engine.links
-        self.model,self.comm_hook,self.sync_bn = self.learn.model,comm_hook,sync_bn
+        self.engine = engine
+        self.learn = engine.learn
+        self.links = engine.links
+        self.model = self.learn.model
+        self.comm_hook = comm_hook
+        self.sync_bn = sync_bn
         self.kw = ddp_kw if 'broadcast_buffers' in ddp_kw else {sync_buffers: False, **ddp_kw}
         self.parts = PartSums() if by_parts else None
         self.ddp,self._sync = None,True
-        self.params,self.trained = [],([],[])
+        self.params = []
+        self.trained = ([],[])
         # By how many the exchange divides the sum over ranks
         self.copies = 1 if by_parts and comm_hook is _by_default else group_size()
         self._begin()
@@ -399,7 +409,8 @@ class Replica(Trained):
         self.both = self.params+self.others
         broadcast_tensors(self.others)
         self.checked = False
-        self.trained,self.ddp = self._what_is_trained(),None
+        self.trained = self._what_is_trained()
+        self.ddp = None
         if not any(p.requires_grad for p in self.params): return # DDP refuses a model that is frozen as a whole
         device = self.learn.device
         ids = None if device.type=='cpu' else [device.index]
@@ -422,7 +433,8 @@ class Replica(Trained):
         # fastai's Learner has this object as its model
         if now is not self.model and now is not self: self.replace_model(now)
         if self.trained!=self._what_is_trained(): self._wrap()
-        out,step = (self.ddp or self.model)(*xb, **kw),self.engine.loop.step
+        out = (self.ddp or self.model)(*xb, **kw)
+        step = self.engine.loop.step
         return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
 
     @property
@@ -486,7 +498,8 @@ class Replica(Trained):
         self.frozen = []
         if self.trained[0]!=[*map(_is_trained, self.params)]: self._clear_frozen()
         if self.ddp is None: return
-        is_first,self.checked = not self.checked,True
+        is_first = not self.checked
+        self.checked = True
         if self.ddp.find_unused_parameters or self.ddp.static_graph: return
         try: self.check_reduced()
         except RuntimeError: is_first = True # or a gradient did not come, which DDP tells in the next forward pass only

@@ -128,7 +128,8 @@ def computed(learn, xb, yb, n, training=False, pred=None)->Outcome:
         if pred is None: pred = call_model(model, xb, model) if isinstance(learn, Learner) else model(*xb)
         draws,before = drawn_since(before),rng_state()
         loss = func(pred, *yb) if yb and over.kind!='whole' else None
-        loss_draws,items = drawn_since(before),None
+        loss_draws = drawn_since(before)
+        items = None
         if says := type(loss) is tuple: loss,items = losses.as_mean(*loss)
         elif loss is not None: items = trace.items(loss) if over.count is None else over.count(pred, *yb)
     value = None if loss is None else float(loss.detach().cpu().double().mean())
@@ -219,7 +220,8 @@ class SelfCheck:
 
     def __call__(self, cancelled=False):
         "Check a batch that is `due`, before its forward pass; `cancelled`: this rank has cancelled it. Sync point"
-        learn,sharded = self.engine.learn,self.engine.sharded is not None
+        learn = self.engine.learn
+        sharded = self.engine.sharded is not None
         every = gather_objects(Samples() if sharded else self._samples(cancelled))
         if not any(o.n for o in every): return # all have cancelled: the next batch
         self.checked.append(learn.loss_func)
@@ -230,7 +232,8 @@ class SelfCheck:
     def _samples(self, cancelled):
         learn = self.engine.learn
         if cancelled: return Samples(read_items(learn), n=0)
-        rows,n = None,losses.batch_rows(learn)
+        rows = None
+        n = losses.batch_rows(learn)
         try: rows = sent(copied(to_cpu(cut((tuple(learn.xb),tuple(learn.yb)), n, 0, min(n, 2)))))
         except Exception as e: log.debug('the batch cannot be cut, or not be sent: %r', e)
         return Samples(read_items(learn), rows, self.loaded!=_versions(learn), n)
@@ -242,9 +245,11 @@ class SelfCheck:
             except Exception as e: log.debug('the self-check could not be computed: %r', e)
 
     def _compare(self, every, *parts, training):
-        learn,r = self.engine.learn,group_rank()%len(parts)
+        learn = self.engine.learn
+        r = group_rank()%len(parts)
         sizes,n = [o[-1] for o in parts],every[-1]
-        whole,pred = computed(learn, *every, training),None
+        whole = computed(learn, *every, training)
+        pred = None
         i = sum(sizes[:r])
         if whole.draws and whole.loss is not None: pred = cut(whole.pred, n, i, i+sizes[r])
         own = computed(learn, *parts[r], training, pred)
@@ -266,10 +271,12 @@ class SelfCheck:
 
     def _judge(self, found):
         learn,findings = self.engine.learn,self.engine.findings
-        one,kind = found[0],None
+        one = found[0]
+        kind = None
         over,done = loss_over(learn),None not in found
         if done and not any(o.draws for o in found) and one.whole[0] is not None:
-            parts,tol = [o.part for o in found[:one.n_parts]],max(o.tol for o in found)
+            parts = [o.part for o in found[:one.n_parts]]
+            tol = max(o.tol for o in found)
             kind = losses.follows(one.whole, parts, tol)
         if over.kind=='unknown' and kind is not None:
             if kind!='other' and not one.says: known = kind

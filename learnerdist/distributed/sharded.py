@@ -120,7 +120,8 @@ def _runs(m): return not isinstance(m, (nn.ModuleList,nn.ModuleDict)) # FSDP2 ga
 
 def repeated_blocks(model)->list:
     "Modules of a class that occurs again among the children of a `ModuleList` or `Sequential`; the outermost ones"
-    res,n = [],Counter()
+    res = []
+    n = Counter()
     if isinstance(model, (nn.ModuleList,nn.Sequential)): n.update(type(o) for o in model if _owns(o) and _runs(o))
     for o in model.children(): res += [o] if n[type(o)]>1 else repeated_blocks(o)
     return res
@@ -263,8 +264,10 @@ class GatherOrder:
 
     def _learn(self):
         "Follow the others' first pass, whose order stands in the store; None if no rank runs one"
-        store,end = shared_store(),monotonic()+group_timeout()
-        skips,order = f'{self.key}/skips/{self.n_batches}',[]
+        store = shared_store()
+        end = monotonic()+group_timeout()
+        skips = f'{self.key}/skips/{self.n_batches}'
+        order = []
         store.add(skips, 1)
         while True:
             found = wait_key(store, f'{self.key}/{len(order)+1}', .3)
@@ -323,7 +326,8 @@ def any_group(timeout_s=10):
         yield here
 
 def _meet(timeout_s):
-    store,key = shared_store(),f'sharded/meeting/{count("meeting")}'
+    store = shared_store()
+    key = f'sharded/meeting/{count("meeting")}'
     return store is not None and None not in everyones('here', key, store, timeout_s)
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h434a5f5
@@ -335,7 +339,8 @@ class Sharded(Trained):
     def __init__(self, engine): # with options in `shard`
         self.engine,self.learn = engine,engine.learn
         self.cancels = tuple(engine.adapter.cancels.values())
-        self.model,device = get_model(self.learn.model),self.learn.device
+        self.model = get_model(self.learn.model)
+        device = self.learn.device
         if device.type=='cpu' and not fsdp_on_cpu:
             version = torch.__version__
             raise ValueError(f'shard=: FSDP2 of torch {version} does not run on the CPU: get a newer torch')
@@ -357,7 +362,8 @@ class Sharded(Trained):
         "Spread the model and the optimizer's state over the ranks. Sync point"
         from torch.distributed.fsdp import fully_shard
         opts,home = self.opts,self.learn.device
-        modules,self.holders = [*self.model.modules()],[]
+        modules = [*self.model.modules()]
+        self.holders = []
         for m in modules: self.holders += [(m,k,p) for k,p in m.named_parameters(recurse=False)]
         self.before = [(m,type(m),{*vars(m)}) for m in modules]
         kw = dict(mesh=make_mesh(home, opts.replicas))

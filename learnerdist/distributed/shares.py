@@ -37,7 +37,8 @@ class Share(DistributedDL):
     n_read = 0 # how often another learner has read all of the loader
     warned = False
     def __iter__(self):
-        it,by_hand = super().__iter__(),not self.dealer.in_loop
+        it = super().__iter__()
+        by_hand = not self.dealer.in_loop
         self.dealer.in_loop = False
         return self._by_hand(it) if by_hand and self.world_size>1 and not self.warned else it
     def _by_hand(self, it):
@@ -59,7 +60,8 @@ def step_rows(dl, i:int=0)->int:
     "The samples of all ranks in step `i` of an epoch of a training loader; None if not all ranks know it"
     d = getattr(dl, 'dealer', None)
     if d is None or (d.pad,d.unit,d.streams)!=('batch','row',False) or not d.bs or own_order(dl): return None
-    n,i = dl.n_total,i-getattr(dl, 'offset', 0)
+    n = dl.n_total
+    i = i-getattr(dl, 'offset', 0)
     return None if n is None else min(d.step, max(n-i*d.step, 1))
 
 # %% ../../nbs/distributed/02_shares.ipynb #c014

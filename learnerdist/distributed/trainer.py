@@ -163,7 +163,8 @@ class DistributedTrainer(Adapter):
         return has_result(self.learn)
     def measured(self)->list:
         "The metrics of this loop, and the callbacks that gather"
-        cbs,rec = self.learn.cbs,vars(self.learn).get('recorder')
+        cbs = self.learn.cbs
+        rec = vars(self.learn).get('recorder')
         if rec and not rec.measuring: rec.reset_metrics() # the loop was cancelled before it began
         gather = [cb for cb in cbs if reduction.dispatch(type(cb)) is not reduction.dispatch(object)]
         return [*(rec.valid_mets if rec else []), *gather]

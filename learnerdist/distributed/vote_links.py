@@ -54,7 +54,9 @@ class RanksDiverged(RuntimeError):
 class Links:
     "This rank's connections to the others; subclasses implement `send` and `receive`"
     def __init__(self, rank, world_size, timeout_s:float=1800):
-        self.rank,self.world_size,self.timeout_s = rank,world_size,timeout_s
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
         # Seconds that this process has waited for the others; that it has added up gradients, with waiting
         self.waited,self.adding = 0.,0.
         self.posted,self.rows,self.is_sent = None,None,False # See `post`
@@ -63,9 +65,12 @@ class Links:
     def exchange(self, row:bytes, phase:int, posted=False)->list:
         """The row of every rank, up to 15 bytes and as many on each, in the order of ranks. `RanksDiverged` if their
         phases differ. posted: whether the first hop was sent by `post`. Sync point"""
-        start,rows = perf_counter(),(bytes([phase])+row).ljust(_size, b'\0')
+        start = perf_counter()
+        rows = (bytes([phase])+row).ljust(_size, b'\0')
         # no call, which would cost as much as the vote
-        waits.what,waits.since,waits.n = 'a vote of all ranks',start,waits.n+1
+        waits.what = 'a vote of all ranks'
+        waits.since = start
+        waits.n = waits.n+1
         try:
             for n in self.hops: # the rows double
                 n_bytes = _size*min(n, self.world_size-n)
@@ -84,7 +89,9 @@ class Links:
     def post(self, row:bytes, with_next:bool):
         """Send a row, which arrives while the backward pass runs; `collect` returns those of all ranks. with_next: let
         it travel with the next message of the backward pass instead, since there is one (`meet`)"""
-        self.posted,self.rows,self.is_sent = row,None,not with_next
+        self.posted = row
+        self.rows = None
+        self.is_sent = not with_next
         if self.is_sent: self.send(1, (bytes([Phase.backward])+row).ljust(_size, b'\0'))
     def meet(self):
         "Wait until every rank has come here in its backward pass. Sync point"
@@ -98,7 +105,8 @@ class Links:
 
     def diverged(self, at):
         "The error for ranks in the phases `at`, with each rank's line of the user's code"
-        here,store = users_frame(frames_of_caller()),shared_store()
+        here = users_frame(frames_of_caller())
+        store = shared_store()
         lines = {self.rank: str(here)}
         if store is not None:
             key = f'apart/{count("apart")}'
@@ -151,7 +159,8 @@ class SocketLinks(Links):
         except OSError as e: raise self._lost(self.before(n), e) from e
 
     def receive(self, n, n_bytes):
-        arrived,awake = self.arrived[n],perf_counter()+self.awake_s
+        arrived = self.arrived[n]
+        awake = perf_counter()+self.awake_s
         while perf_counter()<awake and not arrived.poll(0): pass
         try: got = self.by[n].recv(n_bytes)
         except OSError as e: raise self._lost(self.after(n), e) from e
@@ -246,7 +255,8 @@ class GlooLinks(Links):
         self.sent[n] = dist.isend(t, self.before(n), group=self.group, tag=self.tag),t
 
     def receive(self, n, n_bytes):
-        t,patience = torch.empty(n_bytes, dtype=torch.uint8),timedelta(seconds=self.timeout_s)
+        t = torch.empty(n_bytes, dtype=torch.uint8)
+        patience = timedelta(seconds=self.timeout_s)
         dist.irecv(t, self.after(n), group=self.group, tag=self.tag).wait(patience)
         self.sent.pop(n)[0].wait(patience)
         return t.numpy().tobytes()

@@ -145,7 +145,9 @@ def _do_epoch(self:Learner):
     self._do_epoch_validate()
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #ckf11
-_load,_save,_export = Learner.load,Learner.save,Learner.export
+_load = Learner.load
+_save = Learner.save
+_export = Learner.export
 
 def _path(learn, file):
     path = as_path(file, learn.path/learn.model_dir)
@@ -161,7 +163,8 @@ def save(self:Learner, file, **kwargs):
     need_values(model)
     opt = getattr(self, 'opt', None)
     if has_parts(model):
-        state,with_opt = model.state_dict(),opt is not None and kwargs.get('with_opt', True)
+        state = model.state_dict()
+        with_opt = opt is not None and kwargs.get('with_opt', True)
         save_state(dict(model=state, opt=opt.state_dict()) if with_opt else state, path, torch.save)
     else: save_once(path, lambda p: fastai_learner.save_model(p, model, opt, **kwargs))
     return path
@@ -170,18 +173,21 @@ def save(self:Learner, file, **kwargs):
 def load(self:Learner, file, device=None, **kwargs):
     "As fastai's, but this rank waits for rank 0's file alone; or the weights of a `Checkpoint`, given its folder"
     if not isinstance(file, (str,Path)): return _load(self, file, device, **kwargs)
-    model,found = get_model(self.model),find_saved(_path(self, file), as_path(file, self.path))
+    model = get_model(self.model)
+    found = find_saved(_path(self, file), as_path(file, self.path))
     if found.is_dir(): load_model(model, weights_in(found))
     else: _load_file(self, found, model, device, **kwargs)
     return self
 
 def _load_file(learn, path, model, device, **kwargs):
     if learn.opt is None: learn.create_opt()
-    opt,clean = learn.opt,clean_raw_keys if isinstance(learn, TextLearner) else noop
+    opt = learn.opt
+    clean = clean_raw_keys if isinstance(learn, TextLearner) else noop
     if device is None: device = getattr(learn.dls, 'device', None)
     if has_parts(model): # each rank keeps its part, and what it does not keep is not read
         opt = SimpleNamespace(load_state_dict=partial(load_opt, learn.opt))
-        device,kwargs = 'cpu',dict(kwargs, mmap=True)
+        device = 'cpu'
+        kwargs = dict(kwargs, mmap=True)
     reads = SimpleNamespace(load_state_dict=lambda state, strict=True: load_model(model, clean(state), strict))
     with copied(path) as path: fastai_learner.load_model(here(path), reads, opt, device=device, **kwargs)
 

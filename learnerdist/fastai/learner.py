@@ -91,7 +91,8 @@ def _do_grad_opt(self, f):
 def all_batches(self:Learner):
     """As fastai's, from `start_at` on; in no context all of a loader that another learner's context has split among
     ranks"""
-    trainer,at = trainer_of(self),self.start_at
+    trainer = trainer_of(self)
+    at = self.start_at
     self.dl = self.runner.loader(self.dl)
     self.n_iter = len(self.dl)
     resumed = self.training and self.epoch==at.epoch
@@ -112,7 +113,8 @@ def get_preds(self:Learner, *args, gather='all', **kw):
     need(known, "give 'all' or 'rank0'; save_preds writes files", gather=gather)
     call = signature(_get_preds).bind(self, *args, **kw)
     call.apply_defaults()
-    given,trainer = call.arguments,trainer_of(self)
+    given = call.arguments
+    trainer = trainer_of(self)
     def get(): return _get_preds(*call.args, **call.kwargs)
     if trainer is None or trainer.alone or group_size()<2: return get()
     if isinstance(given['dl'], (list,tuple,L)):

@@ -73,7 +73,10 @@ def shallow(dl:DataLoader)->DataLoader:
     "A shallow copy of fastai's loader, whose order can be replaced"
     if not hasattr(dl, 'fake_l'): return dl.new()
     new,fake = copy.copy(dl),copy.copy(dl.fake_l)
-    fake.d,fake.default,fake.dataset,new.fake_l = new,new,fake,fake
+    fake.d = new
+    fake.default = new
+    fake.dataset = fake
+    new.fake_l = fake
     return new
 
 def _order(dl, dealer):
@@ -155,14 +158,16 @@ def _reads_itself(dl):
 def _of_stream(dl, dealer):
     new = shallow(dl)
     # fastai's workers would each read the stream from its start
-    new.dataset,new.fake_l.num_workers = dealer.stream(dl.dataset, 0, None),0
+    new.dataset = dealer.stream(dl.dataset, 0, None)
+    new.fake_l.num_workers = 0
     if dl.n is not None: new.n,new.get_idxs = dealer.count(dl.n),lambda: [None]*dealer.count(dl.n)
     if hasattr(new, '_one_pass'): new._one_pass = partial(_one_pass, new)
     return _reading(new, None, dealer)
 
 def _one_pass(dl):
     "In place of fastai's, which takes a sample of the epoch in progress to see what a batch is: it comes again"
-    inner,before = dl.it,rng_state(device=False)
+    inner = dl.it
+    before = rng_state(device=False)
     item = next(inner)
     own,dl.it = rng_state(device=False),iter([item])
     type(dl)._one_pass(dl)
@@ -200,7 +205,9 @@ class _PaddedAlike:
         dl.get_idxs,dl.create_batches = self.get_idxs,self.create_batches
     def get_idxs(self):
         "The indices of a rank; stores the longest sample of each global batch"
-        d,whole,size = self.order.dealer,[*self.order.of_all_ranks()],self.dl.res.__getitem__
+        d = self.order.dealer
+        whole = [*self.order.of_all_ranks()]
+        size = self.dl.res.__getitem__
         steps = range(d.start, len(whole), d.step)
         self.longest = [max(whole[i:i+d.step], key=size) for i in steps]
         return list(d.read([whole]))
@@ -247,7 +254,8 @@ class _Rows(_Streams):
 
 @whole_batches.register
 def _(dl:LMDataLoader, dealer):
-    whole,rows = dl.new(),share_len(dl.bs, dealer.rank, dealer.world_size, False)
+    whole = dl.new()
+    rows = share_len(dl.bs, dealer.rank, dealer.world_size, False)
     dealer.use(unit='row')
     new = _of_texts(dl, whole, _Rows(whole, dealer))
     new.bs,new.n = max(rows, 1),dl.n_batches*rows

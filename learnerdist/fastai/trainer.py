@@ -232,7 +232,8 @@ class EpochLosses:
         learn = self.engine.learn
         rec,(start,smooth) = learn.recorder,self.begun
         n = min(gather_objects(min(len(self.steps), len(rec.losses)-start)))
-        rec.losses,rec.lrs = rec.losses[:start],rec.lrs[:start+n]
+        rec.losses = rec.losses[:start]
+        rec.lrs = rec.lrs[:start+n]
         loss = torch.tensor(0.)
         for total,count,has_loss in total_losses(learn, as_totals(self.steps[:n]), n) if n else ():
             if has_loss: loss = (total/count).to(smooth.val)
@@ -266,8 +267,10 @@ class DistributedTrainer(Adapter):
     """Train a fastai learner on every rank of the group: shards of the data, averaged gradients, the metrics of one
     process"""
     cancels = {k: getattr(fastai_learner, o.__name__) for k,o in cancels.items()}
-    kinds,share_class = tuple(cancels.values()),ShareDL
-    rank_state,totals_by_step = ('all_steps',),'all_steps'
+    kinds = tuple(cancels.values())
+    share_class = ShareDL
+    rank_state = ('all_steps',)
+    totals_by_step = 'all_steps'
     looping = alone = False # within a loop over batches; without votes and exchanges
     trained = has_loss = False # this fit; this batch
     saved = None # before lr_find
@@ -447,7 +450,8 @@ class DistributedTrainer(Adapter):
         if state['begun'] is None: return
         smooth = type(self.recorder.smooth_loss)(self.recorder.smooth_loss.beta)
         n,smooth.count,smooth.val = state['begun']
-        self.trained,self.losses.begun = True,(n,smooth)
+        self.trained = True
+        self.losses.begun = (n,smooth)
 
 # fastcore made these classes. A function of a notebook cell that raises one is sent to the ranks by cloudpickle,
 # which looks for a class in the module that it names, and otherwise makes another class there

@@ -111,7 +111,8 @@ class Machines:
 
     def find_gone(self):
         "Ranks here have failed, and do not know why: wait until a machine is reported, or all others have been heard"
-        since,self.limit_s = time.monotonic(),self.unexplained_s
+        since = time.monotonic()
+        self.limit_s = self.unexplained_s
         others = [i for i in range(len(self.keys)) if i != self.me]
         while not (self.lost or self.gone or all(self.heard[i] > since for i in others)): self.over.wait(.1)
         if self.lost: self.report_lost(self.lost)
@@ -155,7 +156,8 @@ class Agent(SimpleElasticAgent):
         keep_alive()
         again = f'restart {self.attempt} of {spec.max_restarts}'
         if failures(self.job.ranks): log(*self.job.explain(), again)
-        run_id,at = handler.get_run_id(),(group.master_addr,group.master_port)
+        run_id = handler.get_run_id()
+        at = (group.master_addr,group.master_port)
         of_all = dict(zip(('MASTER_ADDR','MASTER_PORT'), at), GROUP_RANK=group.group_rank)
         of_all |= dict(GROUP_WORLD_SIZE=group.group_world_size, ROLE_NAME=spec.role)
         of_all |= dict(LOCAL_WORLD_SIZE=spec.local_world_size, TORCHELASTIC_RUN_ID=run_id)
@@ -174,7 +176,8 @@ class Agent(SimpleElasticAgent):
         return {i: o.proc.pid for i,o in enumerate(self.job.ranks)}
 
     def _monitor_workers(self, group):
-        watch,end = self.job.watch,time.monotonic()+group.spec.monitor_interval
+        watch = self.job.watch
+        end = time.monotonic()+group.spec.monitor_interval
         while (running := watch.look()) and not watch.failed and time.monotonic() < end: watch.listen(running)
         if watch.failed: return RunResult(WorkerState.FAILED)
         if running: return RunResult(WorkerState.HEALTHY)
@@ -224,7 +227,8 @@ def choose_meeting(args):
 def spec_of(args)->WorkerSpec:
     "What torchrun's agent is to run. args: torchrun's arguments"
     config,*_ = config_from_args(args)
-    at,name = (config.rdzv_backend,config.rdzv_endpoint,config.run_id),config.local_addr
+    at = (config.rdzv_backend,config.rdzv_endpoint,config.run_id)
+    name = config.local_addr
     n = config.min_nodes,config.max_nodes
     params = RendezvousParameters(*at, *n, local_addr=name, **config.rdzv_configs)
     handler = get_rendezvous_handler(params)

@@ -86,7 +86,8 @@ def guess(args:list)->tuple:
     there is no such thing"""
     def is_target(o): return o in ('-m','--module') or o.endswith('.py') and o[:1] != '-'
     i = next((i for i,o in enumerate(args) if is_target(o)), len(args))
-    own,rest = [],args[i:]
+    own = []
+    rest = args[i:]
     for o in args[:i]: own += o.split('=', 1) if o[:1] == '-' else [o]
     if not rest or {*_no_server} & {*own}: return None,0
     named = dict(zip(own, own[1:]))
@@ -106,11 +107,13 @@ def _choose_gpus(given:str)->int:
     now"""
     import torch
     from learnerdist.core.compat import built_for
-    gpus,kind = given.split(','),getattr(built_for(), 'type', 'cuda')
+    gpus = given.split(',')
+    kind = getattr(built_for(), 'type', 'cuda')
     is_list = all(o.isdigit() for o in gpus) and len({*gpus}) == len(gpus)
     need(is_list, f'--gpus {given!r} is no list of GPUs: give each number once, as in 0,2')
     need(kind in _visible, f'--gpus {given}: hide devices of {kind} by the variable of their maker')
-    name,n = _visible[kind],torch.accelerator.device_count()
+    name = _visible[kind]
+    n = torch.accelerator.device_count()
     now = os.environ.get(name)
     ids = [*map(str, range(n))] if now is None else [o for o in now.split(',') if o.strip()]
     are = f'{len(ids)} visible here ({name}={now}), counted from 0'
@@ -152,7 +155,8 @@ def _ask_slurm(args):
     check_env({'--nnodes': most}, {'--nnodes': (task.n_nodes, 'SLURM_NNODES')})
     args.nnodes = args.nnodes or str(task.n_nodes)
     if not args.rdzv_endpoint and args.rdzv_backend is None:
-        args.rdzv_endpoint,args.rdzv_id = f'{task.addr}:{task.port}',task.id
+        args.rdzv_endpoint = f'{task.addr}:{task.port}'
+        args.rdzv_id = task.id
         args.rdzv_conf = ','.join(filter(None, [args.rdzv_conf, f'is_host={task.node == 0}']))
     return task
 

@@ -98,7 +98,8 @@ def preload(argv:list)->bool:
 
 def fork_has_accelerator()->bool:
     "Whether a fork of this process can use the accelerator: none of the imports has used it, or counted devices"
-    pid,status = os.fork(),1
+    pid = os.fork()
+    status = 1
     if pid: return os.waitpid(pid, 0)[1] == 0
     try:
         from ..core.compat import in_bad_fork
@@ -204,7 +205,8 @@ def spawn(args:list, env:dict, outs:list, more:list=())->Process:
 @contextmanager
 def adopting():
     "Within the body, orphans among this process's descendants become its children, by prctl(2)"
-    PR_SET_CHILD_SUBREAPER,prctl = 36,ctypes.CDLL(None).prctl
+    PR_SET_CHILD_SUBREAPER = 36
+    prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try: yield
     finally: prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

@@ -95,7 +95,8 @@ def serve_calls(parent:str, folder:str, fd:str):
     from learnerdist.core.compat import end_children
     begin_rank(int(parent))
     seed_alike()
-    calls,folder = connection.Connection(int(fd)),Path(folder)
+    calls = connection.Connection(int(fd))
+    folder = Path(folder)
     status = 0
     prepared,n_threads,once = calls.recv()
     torch.set_num_threads(n_threads)
@@ -206,7 +207,8 @@ class Ranks:
         self.calls = []
 
     def _start(self):
-        stack,self.outputs = ExitStack(),[]
+        stack = ExitStack()
+        self.outputs = []
         self.start = next(_starts)
         self._end = weakref.finalize(self, stack.close) # also when Python ends
         self.folder = stack.enter_context(own_folder())
@@ -230,7 +232,8 @@ class Ranks:
         "Start one process. null: descriptor of its input; env: its environment; stack: closes what it opens"
         folder = self.folder/str(r)
         folder.mkdir()
-        label,outs = f'[r{r}] ' if self.labels and r else '',[null,1,2]
+        label = f'[r{r}] ' if self.labels and r else ''
+        outs = [null,1,2]
         # descriptors 1 and 2 of a notebook's kernel are not the cell's output
         if label or 'ipykernel' in sys.modules:
             outputs = [Output(label, o) for o in ('stdout','stderr')]

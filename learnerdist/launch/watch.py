@@ -94,7 +94,8 @@ def log(*lines):
 def leave_report(e:BaseException, status:int=1, folder:Path=None):
     """Write this rank's report, for its launcher. e: with its traceback; status: exit status of this process; folder:
     for reports; None: what the environment says"""
-    cause,frames = Cause.raised,frames_of(e)
+    cause = Cause.raised
+    frames = frames_of(e)
     if 'torch' in sys.modules:
         from learnerdist.core.env import RankError,is_consequence
         if isinstance(e, RankError) or is_consequence(e): cause = Cause.noticed
@@ -232,8 +233,10 @@ class Watch:
         the first has ended well; 0: no limit; log_s: seconds after which ranks that still run are first reported;
         timeout_s: seconds for all of them; None: no limit; grace_s: seconds that the others may go on after a failure;
         0: they get SIGTERM at once; term_s: seconds that they have to end after a signal"""
-        self.ranks,self.outputs = ranks,[*outputs]
-        self.wait_s,self.log_s = wait_s or float('inf'),log_s
+        self.ranks = ranks
+        self.outputs = [*outputs]
+        self.wait_s = wait_s or float('inf')
+        self.log_s = log_s
         self.grace_s,self.term_s = grace_s,term_s
         self.signal = None # That the ranks are to get
         self.failed = None # The first `Rank` that has failed
@@ -303,7 +306,8 @@ class Watch:
 
     def stop(self, running, sig):
         "Send these ranks a signal; what still runs after `term_s` seconds is killed"
-        self.end_at,self.why = time.monotonic()+self.term_s,''
+        self.end_at = time.monotonic()+self.term_s
+        self.why = ''
         for o in running:
             o.is_asked = True
             # a stopped process handles signals only after SIGCONT
@@ -367,7 +371,8 @@ class Job:
         """Start ranks, after the end of those before them. attempt: how often they have started before; envs: the
         environment of each rank, by local rank"""
         self.end()
-        name,args = f'{self.run_id}/attempt_{attempt}',self.args
+        name = f'{self.run_id}/attempt_{attempt}'
+        args = self.args
         more = dict(RESTART_COUNT=attempt, MAX_RESTARTS=args.max_restarts, RUN_ID=self.run_id)
         more = {f'TORCHELASTIC_{k}': str(v) for k,v in more.items()}
         if not args.no_fork_server and not args.no_python: self.server.prepare(self.target, envs[0])
@@ -393,7 +398,8 @@ class Job:
     def _output(self, i, rank, name, folder):
         "Where one of its streams goes; None: to that of the launcher, as rank 0's does by default"
         from torch.distributed.elastic.multiprocessing import Std,to_map
-        args,bit = self.args,Std.OUT if name == 'stdout' else Std.ERR
+        args = self.args
+        bit = Std.OUT if name == 'stdout' else Std.ERR
         def has(option): return bool(bit & to_map(Std.from_str(option), i+1)[i])
         red,tee = has(args.redirects),has(args.tee)
         chosen = not args.local_ranks_filter or str(i) in args.local_ranks_filter.split(',')
@@ -411,7 +417,8 @@ class Job:
 
     def report_state(self, status:int):
         "Say where the newest state is. status: of the launcher, after a failure or a signal"
-        where,was_asked = self.newest_state(),status == 128+signal.SIGTERM
+        where = self.newest_state()
+        was_asked = status == 128+signal.SIGTERM
         if where: log(f'the newest state is {where}, from which fit(resume=True) goes on')
         elif was_asked: log('ended by SIGTERM before this launch saved a state: earlier states are as they were')
 

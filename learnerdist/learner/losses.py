@@ -216,7 +216,8 @@ def batch_rows(learn)->int:
         if x[:1]==y[:1]!=() and x[1:2]!=y[1:2]: return x[0]
     tensors = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.ndim]
     lists = [o for o in b if isinstance(o, (list,tuple))]
-    lens,seconds = {len(o) for o in tensors},{o.shape[1:2] for o in tensors}
+    lens = {len(o) for o in tensors}
+    seconds = {o.shape[1:2] for o in tensors}
     if not lists and len(lens)==1 and seconds!={tensors[0].shape[1:2]}-{()}: return lens.pop()
     n = loader_rows(learn.dl, learn.iter)
     of_lists = lists and len(lists)==len(b) and len(lens)>1
@@ -248,7 +249,8 @@ def _size_and_n(dl):
 # %% ../../nbs/learner/00_losses.ipynb #031ef7b2
 def loss_over(learn)->MeanOver:
     "What the learner's loss averages over. Cached until `learn.loss_func` changes, or the options of one of torch's"
-    known,func = vars(learn).get('_loss_over'),learn.loss_func
+    known = vars(learn).get('_loss_over')
+    func = learn.loss_func
     stale = known is None or known[0] is not func
     if stale or any(map(is_not, known[4], map(getattr, repeat(known[2]), known[3]))):
         inner = getattr(func, 'func', func) # fastai's losses have one of torch's
@@ -286,10 +288,12 @@ def probe_loss(learn):
     """How the loss of a batch follows from that of its halves. Random streams, and what the loss keeps, are restored.
     learn: a learner, after the loss of a batch; returns: as `follows`; 'other' if the loss fails on a part of the
     batch"""
-    n,items = counted_rows(learn.pred, learn.yb, batch_rows(learn)),vars(learn).get('items')
+    n = counted_rows(learn.pred, learn.yb, batch_rows(learn))
+    items = vars(learn).get('items')
     if n<2: return None
     def look(i, j):
-        args,trace = cut((learn.pred,*learn.yb), n, i, j),LossTrace()
+        args = cut((learn.pred,*learn.yb), n, i, j)
+        trace = LossTrace()
         with trace: res = learn.loss_func(*copied(args))
         mean,items = as_mean(*res) if type(res) is tuple else (res,trace.items(res))
         return float(mean.to(wide_dtype(mean.device)).mean()),items,j-i

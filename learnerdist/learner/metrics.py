@@ -73,7 +73,8 @@ class AvgMetric(Metric):
         if not hasattr(mean, '__float__') or getattr(mean, 'numel', int)()>1:
             what = f'the metric {self.name} returned {mean!r}'
             raise ValueError(f'{what}: let it return a number or a tensor ()')
-        before,part = self.total,weighted(mean, n)
+        before = self.total
+        part = weighted(mean, n)
         self.total = before+part
         self.count = self.count+n
         if part.dtype==torch.float64: return
@@ -251,10 +252,12 @@ def _(m:Metric):
 # %% ../../nbs/learner/02_metrics.ipynb #c022
 @reduction.register
 def _(m:TorchMetric):
-    of_torch,state = m.metric,metric_state(m.metric)
+    of_torch = m.metric
+    state = metric_state(m.metric)
     sums,rows = [],[]
     for k,how in state.items():
-        name,value = getattr(how, '__name__', ''),getattr(of_torch, k)
+        name = getattr(how, '__name__', '')
+        value = getattr(of_torch, k)
         if name=='dim_zero_sum' and isinstance(value, Tensor): sums.append(k)
         elif name=='dim_zero_cat' and isinstance(value, list): rows.append(k)
         else: return Batches()

@@ -171,11 +171,13 @@ def tta(self:Learner,
     stream = isinstance(dl.dataset, IterableDataset)
     need(not stream, 'tta reads each item several times, by its index: a stream has none')
     def of_train(name, given): return as_list(getattr(train, name, []) if given is None else given)
-    items,batches = of_train('after_item', item_tfms),of_train('after_batch', batch_tfms)
+    items = of_train('after_item', item_tfms)
+    batches = of_train('after_batch', batch_tfms)
     settings = dict(after_item=None, after_batch=batches) if hasattr(dl, 'after_batch') else {}
     what = f'a {type(dl).__name__} has no transforms of batches'
     need(settings or not batches, f'batch_tfms: {what}, use a TfmdDL')
-    seed,rounds = self.runner.draw_seed(),[]
+    seed = self.runner.draw_seed()
+    rounds = []
     for i in range(n):
         data = Augmented(dl.dataset, items, mix_seed(seed, i))
         rounds.append(self.get_preds(dl=with_settings(dl, data, **settings))[0])

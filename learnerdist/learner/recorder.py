@@ -30,7 +30,8 @@ class Recorder(Callback):
     rank_state = 'totals',
     totals_by_step = 'totals' # The name in `rank_state`: loss × items, items, …, of each step
     def __init__(self):
-        self.avg_loss,self.mets = AvgLoss(),[]
+        self.avg_loss = AvgLoss()
+        self.mets = []
         self.metric_names = []
         self.measuring = self.reduced = False
         self._clear()

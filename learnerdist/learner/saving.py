@@ -104,15 +104,18 @@ def export(self:Learner,
 )->Path:               # The file
     """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call.
     ValueError if not data"""
-    path,dls = as_path(fname, self.path),self.dls
+    path = as_path(fname, self.path)
+    dls = self.dls
     model = get_model(self.model)
     need_values(model)
     vocab = getattr(dls, 'vocab', None)
-    bs,n_inp = batch_shape(dls[len(dls)-1])[0],getattr(dls, 'n_inp', None)
+    bs = batch_shape(dls[len(dls)-1])[0]
+    n_inp = getattr(dls, 'n_inp', None)
     data = dict(learnerdist_export=format_version, model=model.state_dict(), name=model_name(model))
     data |= dict(bs=bs, n_inp=n_inp, vocab=vocab if vocab is None else list(vocab))
     for o in tree_leaves(data):
-        known,what = isinstance(o, _plain),f'{o!r} is a {type(o).__name__}'
+        known = isinstance(o, _plain)
+        what = f'{o!r} is a {type(o).__name__}'
         need(known, f'{what}, and an exported file holds tensors, numbers and texts only')
     save_state(data, path, save_sealed)
     return path

@@ -224,7 +224,10 @@ class GradientAccumulation(Callback):
         n_acc:int=32 # Samples of a step, of all ranks together: it means the same at any number of ranks
     ):
         need(n_acc>=1, 'give the number of samples that make a step', n_acc=n_acc)
-        self.n_acc,self.count,self.items,self.own = n_acc,0,0,0
+        self.n_acc = n_acc
+        self.count = 0
+        self.items = 0
+        self.own = 0
         self.stepping,self.marks,self.at = True,deque(),None
 
     def before_train(self):
@@ -232,7 +235,8 @@ class GradientAccumulation(Callback):
         if data_len(self.dl) is None: self.learn.dl = _Marked(self.dl, self.marks)
 
     def before_batch(self):
-        self.n,self.own = 0 if self.repeated else batch_rows(self.learn),0
+        self.n = 0 if self.repeated else batch_rows(self.learn)
+        self.own = 0
         if self.at!=self.train_iter: # the first part of a batch
             self.at = self.train_iter
             last = self.marks.popleft() if self.marks else self.iter+1==self.n_iter
@@ -249,7 +253,8 @@ class GradientAccumulation(Callback):
 
     def after_cancel_backward(self): self.own = 0
     def after_backward(self):
-        self.items,self.own = self.items+self.own,0
+        self.items = self.items+self.own
+        self.own = 0
         if not self.stepping or self.runner.loop.weighs: return
         k = self.n_acc/(self.items+(self.items==0))
         is_one = not isinstance(k, torch.Tensor) and k==1

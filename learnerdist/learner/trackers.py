@@ -176,7 +176,8 @@ class MLflowLogger(RunLogger):
         self.module.log_params({k: v for k,v in config.items() if k not in old})
 
     def write(self, rows):
-        metric,now = self.module.entities.Metric,int(time.time()*1000)
+        metric = self.module.entities.Metric
+        now = int(time.time()*1000)
         metrics = []
         for group,n,values in rows:
             metrics += [metric(f'{group}/{k}', v, now, n) for k,v in values.items()]
