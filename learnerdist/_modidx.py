@@ -365,6 +365,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.storage_id': ( 'core/compat.html#storage_id',
                                                                                  'learnerdist/core/compat.py'),
+                                         'learnerdist.core.compat.store_of_agent': ( 'core/compat.html#store_of_agent',
+                                                                                     'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.unsynced': ('core/compat.html#unsynced', 'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.version': ('core/compat.html#version', 'learnerdist/core/compat.py')},
             'learnerdist.core.docstrings': { 'learnerdist.core.docstrings.add_docments': ( 'core/docstrings.html#add_docments',

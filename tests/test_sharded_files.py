@@ -59,9 +59,9 @@ def test_a_checkpoint_of_ddp_goes_on_sharded(tmp_path):
 
 def without_gather(folder):
     def forbidden(*_): raise AssertionError('gathered')
-    old,shards.whole = shards.whole,forbidden
+    old,shards.full_tensor = shards.full_tensor,forbidden
     try: train(folder, dict(keep_sharded=True), every=3)
-    finally: shards.whole = old
+    finally: shards.full_tensor = old
 
 @needs_fsdp2
 def test_nothing_is_gathered(tmp_path):

@@ -190,7 +190,7 @@ class FitState:
         info = dict(run=self.run_id, epoch=at['epoch'], step=at['step'], place=at, config=self.config)
         if like is not None: info['shards'] = n
         parts = self.files(i, captured['cbs'], every)
-        return RankPart(parts, to_plain(info, 'manifest'), Writers(i, n, f'{self.token}-{self.n_states}'))
+        return RankPart(parts, to_plain(info, 'manifest'), Writers(i, n, f'{self.token}{self.n_states:x}'))
 
     def files(self, i:int, cbs:dict, ranks:list)->dict:
         "By name, what the files hold that rank `i` writes: its rows of a sharded model; rank 0 the rest"

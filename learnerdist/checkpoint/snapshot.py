@@ -174,7 +174,7 @@ def read_manifest(
     found = res.get('format')
     need(found==format_version, f'{path} has format {found}, and this learnerdist reads {format_version}: use the one '
          'that wrote it')
-    named = re.fullmatch('[0-9a-f]{8}', str(res.get('parts', '0'*8))) # any other name could lead out of the folder
+    named = re.fullmatch('[0-9a-f]{8,}', str(res.get('parts', '0'*8))) # any other name could lead out of the folder
     if not named or not all(isinstance(res.get(k), v) for k,v in _for_all.items()):
         raise DamagedFile(f'{path} is no manifest')
     return res

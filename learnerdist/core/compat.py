@@ -39,6 +39,7 @@ ignored: torch.nn.parallel DistributedDataParallel()._ddp_params_and_buffers_to_
 dropout: torch.nn.modules.dropout _DropoutNd: dropout of unknown kinds, in `verify`
 pytree: torch.utils _pytree: batches and predictions of registered classes
 end_children: multiprocessing.util _exit_function: the end of a rank's children
+agent_store: torch.distributed.elastic.agent.server.api SimpleElasticAgent()._store: machines that are gone, by name
 run_backward: torch.autograd.graph _engine_run_backward: 'backward', where a rank waits
 reductions: torchmetrics Metric()._reductions: sums over ranks
 update_count: torchmetrics Metric()._update_count: sums over ranks
@@ -85,6 +86,10 @@ foreach_mul = find('foreach_mul')
 no_iterator = dict(_iterator=None)
 update_stats = torch.batch_norm_update_stats
 batch_norm_backward = torch.ops.aten.native_batch_norm_backward
+
+def store_of_agent(agent):
+    "The store in which torchrun's agents of all machines meet"
+    return agent._store
 
 def check_input_dim(layer, x):
     "ValueError if `x` has another number of dimensions than the BatchNorm layer takes"

@@ -73,8 +73,8 @@ def device_of(part)->torch.device:
     return part.detach().to_local().device
 
 def part_from(own:Tensor, like, whole=None):
-    """A part from the tensor that holds it. own: this rank's rows; like: a part, of the same shape unless `full_tensor` says
-    so; whole: a tensor of the whole's shape"""
+    """A part from the tensor that holds it. own: this rank's rows; like: a part, of the same shape unless `whole`
+    says so; whole: a tensor of the whole's shape"""
     o = like if whole is None else whole
     kw = dict(run_check=False, shape=o.shape, stride=o.stride())
     return type(like.data).from_local(own, like.device_mesh, like.placements, **kw)

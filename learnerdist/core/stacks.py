@@ -194,6 +194,6 @@ def place_of(pid:int, file:Path)->tuple:
 
 _inner = 'wait_key','wait_keys','everyones'
 _called = dict(_engine_run_backward='backward')
-_called |= dict.fromkeys(('hear','tell'), 'the vote of a step')
+_called |= dict.fromkeys(('receive','send'), 'the vote of a step')
 _called |= dict.fromkeys(('_open','_new_group'), 'the start of the group')
 _called |= dict.fromkeys(('_await_rank0','_in_turn'), 'rank0_first')

@@ -142,7 +142,6 @@ class SocketLinks(Links):
 
     def read_from(self, n:int, s):
         "Let `s` be the socket to the rank n after this one"
-        s.settimeout(self.timeout_s)
         self.by[n] = s
         self.arrived[n] = select.poll()
         self.arrived[n].register(s, select.POLLIN)
@@ -162,6 +161,7 @@ class SocketLinks(Links):
         arrived = self.arrived[n]
         awake = perf_counter()+self.awake_s
         while perf_counter()<awake and not arrived.poll(0): pass
+        self.by[n].settimeout(self.timeout_s)
         try: got = self.by[n].recv(n_bytes)
         except OSError as e: raise self._lost(self.after(n), e) from e
         if not got: raise self._lost(self.after(n), 'end of stream')
@@ -178,6 +178,7 @@ class SocketLinks(Links):
         return fd
 
     def _take(self):
+        self.by[1].settimeout(self.timeout_s)
         try: got,fds,*_ = socket.recv_fds(self.by[1], 1, 1)
         except OSError as e: raise self._lost(self.after(1), e) from e
         if not got: raise self._lost(self.after(1), 'end of stream')

@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError,Rende
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import config_from_args
+from ..core.compat import store_of_agent
 from ..core.hosts import keep_alive,loopback
 from .watch import Cause,Job,failures,log
 
@@ -171,7 +172,7 @@ class Agent(SimpleElasticAgent):
         self.job.start(self.attempt, envs)
         ranks = [o.global_rank for o in group.workers]
         me,n = group.group_rank,group.group_world_size
-        self.machines = Machines(self._store, me, n, ranks, spec.local_addr, self.where)
+        self.machines = Machines(store_of_agent(self), me, n, ranks, spec.local_addr, self.where)
         self.attempt += 1
         return {i: o.proc.pid for i,o in enumerate(self.job.ranks)}
 
