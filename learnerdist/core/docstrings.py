@@ -30,6 +30,7 @@ def meanings(func)->str:
     return '\n'.join(f'{k}: {text}' for k,text in texts.items() if text)
 
 def add_text(func, text:str):
-    "Add lines to a docstring, once"
-    doc = cleandoc(func.__doc__ or '')
-    if text not in doc: func.__doc__ = f'{doc}\n\n{text}'.strip()
+    "Add lines to the docstring of a function that has none of them yet"
+    if hasattr(func, 'has_docments'): return
+    func.has_docments = True
+    func.__doc__ = f"{cleandoc(func.__doc__ or '')}\n\n{text}".strip()

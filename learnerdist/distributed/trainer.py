@@ -224,7 +224,10 @@ def distrib_ctx(self:Learner, sync_bn:bool=True, **kw):
 def list_options(*funcs):
     "Let `help`, also in scripts, list the options of a context"
     text = f"{meanings(Adapter.__init__)}: {', '.join(ddp_options)}"
-    for f in funcs: add_text(f, text)
+    listed = {o.partition(':')[0] for o in text.splitlines()}
+    for f in funcs:
+        own = [o for o in meanings(f).splitlines() if o.partition(':')[0] not in listed]
+        add_text(f, '\n'.join([*own,text]))
 
 list_options(Learner.to_distributed, Learner.distrib_ctx)
 

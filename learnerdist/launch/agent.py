@@ -181,7 +181,7 @@ class Agent(SimpleElasticAgent):
         end = time.monotonic()+group.spec.monitor_interval
         while (running := watch.look()) and not watch.failed and time.monotonic() < end: watch.listen(running)
         if watch.failed: return RunResult(WorkerState.FAILED)
-        if running: return RunResult(WorkerState.HEALTHY)
+        if running or not all(o.is_notified for o in self.job.ranks): return RunResult(WorkerState.HEALTHY)
         self.machines.close() # it waits for the others
         return RunResult(WorkerState.SUCCEEDED, {o.rank: None for o in self.job.ranks})
 

@@ -266,11 +266,12 @@ class Watch:
         if not n_running and int(o.env.get('WORLD_SIZE', 0)) <= len(self.ranks): return True
         # at the end of a good run all end within moments, and with rank 0 its store: c10d would try for 11 s
         is_new = ended_well(o.proc.poll()) and time.time()-o.seen < 2
-        if is_new and n_running and 'LEARNERDIST_INIT_METHOD' not in o.env: return False
+        if is_new and 'LEARNERDIST_INIT_METHOD' not in o.env: return False
         with suppress(OSError, RuntimeError): # the store has ended with its host
             from learnerdist.core.env import record_exit
             try: store = self._connect(o.env)
-            except ConnectionRefusedError: return False # perhaps rank 0, which runs the store, is still importing
+            # else perhaps rank 0, which runs the store, is still importing
+            except ConnectionRefusedError: return not n_running and ended_well(o.proc.poll())
             if store: record_exit(store, o.rank, o.exit())
         return True
 
