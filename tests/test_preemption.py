@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader,Dataset
 from learnerdist.all import *
-folder = Path(sys.argv[1])
+folder,held = Path(sys.argv[1]),sys.argv[2:]
 seen = set()
 def mark(name): # a phase of this run begins, on rank 0
     if name in seen or rank_distrib(): return
     seen.add(name)
     with open(folder/'phases', 'a') as f: f.write(f'{name} {os.getpid()}\\n')
+    while name in held and not (folder/'sent').exists(): time.sleep(.002)
+    if name in held: time.sleep(.5) # until the launcher has sent it on
 class Data(Dataset):
     def __len__(self): return 16
     def __getitem__(self, i):
@@ -54,12 +56,13 @@ class Moment(NamedTuple):
     delay_s:float
     to:str     # Who gets it: the 'launcher', as by a user; 'all' processes, as by Slurm; 'rank' 0
 
-def interrupted(folder, moment=None, nproc=2):
-    "One launch in `folder`: its exit status, and what it has printed"
+def interrupted(folder, moment=None, nproc=2, held=()):
+    "One launch in `folder`: its exit status, and what it has printed. held: phases in which the run waits for the signal"
     (folder/'phases').unlink(missing_ok=True)
     (folder/'script.py').write_text(script)
-    command = sys.executable,'-m','learnerdist.launch','--nproc',str(nproc),str(folder/'script.py'),str(folder)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+    command = sys.executable,'-m','learnerdist.launch','--nproc',str(nproc),str(folder/'script.py'),str(folder),*held
+    env = dict(os.environ, OMP_NUM_THREADS='1') # else the launcher says that it sets it
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as run:
         try:
             if moment: interrupt(run, folder, moment)
             text,_ = run.communicate(timeout=200)
@@ -81,6 +84,7 @@ def interrupt(run, folder, moment):
     for o in targets:
         try: os.kill(o, signal.SIGTERM)
         except ProcessLookupError: pass
+    (folder/'sent').touch()
 
 def is_rank(proc, folder):
     "Whether a process is a rank of the run in this folder"
@@ -126,7 +130,7 @@ def test_sigterm_at_two_moments(tmp_path):
     moments = [Moment('validation 1', 0, 'launcher'),Moment('get_preds', 0, 'launcher')]
     folders = [tmp_path/o for o in 'ab']
     for o in folders: o.mkdir()
-    with ThreadPoolExecutor() as pool: found = [*pool.map(lambda *o: interrupted(*o, 1), folders, moments)]
+    with ThreadPoolExecutor() as pool: found = [*pool.map(lambda folder, o: interrupted(folder, o, 1, [o.phase]), folders, moments)]
     said = r'learnerdist.launch: the newest state is \S+/a/epoch_000{}-step_00000016, from which .*\n'
     for at,moment,(code,text),status,epoch in zip(folders, moments, found, (75,143), (1,2)):
         assert code==status and re.fullmatch(said.format(epoch), text), (code, text)
