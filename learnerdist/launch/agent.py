@@ -170,6 +170,7 @@ class Agent(SimpleElasticAgent):
             own |= dict(ROLE_RANK=o.role_rank, ROLE_WORLD_SIZE=o.role_world_size)
             envs.append(os.environ | {k: str(v) for k,v in {**of_all, **own}.items()})
         self.job.start(self.attempt, envs)
+        self.job.watch.looks_again = True
         ranks = [o.global_rank for o in group.workers]
         me,n = group.group_rank,group.group_world_size
         self.machines = Machines(store_of_agent(self), me, n, ranks, spec.local_addr, self.where)

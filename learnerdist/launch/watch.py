@@ -242,6 +242,7 @@ class Watch:
         self.failed = None # The first `Rank` that has failed
         self.since = None  # When the first one ended well, while others run
         self.store = None  # Of the ranks, if it is a file
+        self.looks_again = False # Whether `look` is called again when no rank runs, as torchrun's agent does
         # when they will be killed, and why
         self.end_at = timeout_s and time.monotonic()+timeout_s
         self.why = f'still running after {timeout_s} s'
@@ -266,7 +267,8 @@ class Watch:
         if not n_running and int(o.env.get('WORLD_SIZE', 0)) <= len(self.ranks): return True
         # at the end of a good run all end within moments, and with rank 0 its store: c10d would try for 11 s
         is_new = ended_well(o.proc.poll()) and time.time()-o.seen < 2
-        if is_new and 'LEARNERDIST_INIT_METHOD' not in o.env: return False
+        waits = n_running or self.looks_again
+        if is_new and waits and 'LEARNERDIST_INIT_METHOD' not in o.env: return False
         with suppress(OSError, RuntimeError): # the store has ended with its host
             from learnerdist.core.env import record_exit
             try: store = self._connect(o.env)

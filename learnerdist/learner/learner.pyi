@@ -310,7 +310,7 @@ class Learner:
 
     def detach_distributed(self) -> Learner:
         """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is
-    closed if we opened it"""
+        closed if we opened it"""
 
     @contextmanager
     def distrib_ctx(self, sync_bn: bool=True, *, device: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw):
