@@ -167,7 +167,10 @@ def left(tmp_path, timeout_s=20):
 @pytest.mark.slow
 def test_no_rank_outlives_its_launcher(tmp_path):
     run = Waiting(tmp_path)
-    assert [parent for _,parent,_ in run.ranks()]==[run.proc.pid]*2 # it has adopted them
+    pids,end = [pid for pid,*_ in run.ranks()],time.monotonic()+20
+    def parents(): return [int(Path(f'/proc/{o}/stat').read_text().rpartition(')')[2].split()[1]) for o in pids]
+    while parents()!=[run.proc.pid]*2 and time.monotonic()<end: time.sleep(.01) # a rank may begin before its first parent ends
+    assert parents()==[run.proc.pid]*2 # it has adopted them
     run.proc.kill()
     assert run.end()[:2]==(-9,[])
 
