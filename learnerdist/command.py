@@ -107,18 +107,19 @@ def _hello():
     with process_group(): return int(all_sum(torch.tensor(rank_distrib())))
 
 # %% ../nbs/04_command.ipynb #cmd12
-_checks = dict(versions=versions, system=platform.platform, devices=devices, variables=variables,
-    ports=ports, hello=hello)
-_checks['/dev/shm'] = shared_memory
+_checks = dict(versions=versions, system=platform.platform, devices=devices, variables=variables)
+_checks |= {'ports': ports, 'hello': hello, '/dev/shm': shared_memory}
 
 def doctor()->int:
     "Print what a bug report needs; returns the exit status: 1 if a check fails"
-    lines = []
+    lines,status = [],0
     for name,check in _checks.items():
         try: lines.append(f'{name:10} {check()}')
-        except Exception as e: lines.append(f'{name:10} FAILED: {type(e).__name__}: {e}')
+        except Exception as e:
+            lines.append(f'{name:10} FAILED: {type(e).__name__}: {e}')
+            status = 1
     print('For a bug report:', '```text', *lines, '```', sep='\n')
-    return int('FAILED: ' in '\n'.join(lines))
+    return status
 
 # %% ../nbs/04_command.ipynb #cmd15
 _modules = dict(launch='learnerdist.launch.cli', verify='learnerdist.verify', plan='learnerdist.plan')

@@ -171,7 +171,7 @@ def planned(cb:Planner)->Plan:
     steps = data_len(learn.dl)
     steps = steps and -(-steps//cb.batches)
     total = getattr(learn.dl, 'n_total', None)
-    sent = (cb.traffic.calls,cb.traffic.n_bytes)
+    sent = cb.traffic.calls,cb.traffic.n_bytes
     return Plan(W, cb.rows, cb.batches, total, steps, memory, *sent, files)
 
 # %% ../nbs/03_plan.ipynb #pln14

@@ -17,8 +17,10 @@ def mark(name): # a phase of this run begins, on rank 0
     if name in seen or rank_distrib(): return
     seen.add(name)
     with open(folder/'phases', 'a') as f: f.write(f'{name} {os.getpid()}\\n')
-    while name in held and not (folder/'sent').exists(): time.sleep(.002)
-    if name in held: time.sleep(.5) # until the launcher has sent it on
+    while name in held and not arrived(): time.sleep(.002)
+def arrived(): # SIGTERM, of which a checkpoint takes note; without one it ends this process
+    checkpoint = vars(learn).get('checkpoint')
+    return checkpoint is not None and checkpoint.when.requests.got is not None
 class Data(Dataset):
     def __len__(self): return 16
     def __getitem__(self, i):
@@ -84,7 +86,6 @@ def interrupt(run, folder, moment):
     for o in targets:
         try: os.kill(o, signal.SIGTERM)
         except ProcessLookupError: pass
-    (folder/'sent').touch()
 
 def is_rank(proc, folder):
     "Whether a process is a rank of the run in this folder"

@@ -457,9 +457,9 @@ class _PartData(Dataset):
     "In place of a data set: the samples of each part of a step"
     def __init__(self, source): self.source = source
     def __getitem__(self, step):
-        *about,parts = step
+        k,n,parts = step
         read = getattr(self.source, '__getitems__', lambda idxs: [self.source[i] for i in idxs])
-        return *about,[*map(read, parts)]
+        return k,n,[*map(read, parts)]
 
 def collate_parts(func, dealer, step)->list:
     """How many samples a step has, then a batch for each part of this rank; what `func` draws is seeded by the step and

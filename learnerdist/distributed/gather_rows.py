@@ -124,10 +124,10 @@ _piece = 1<<24 # Bytes that a rank sends at a time
 
 def _dense(own, infos, i, dst, make, name):
     "Leaf `i` of all ranks, whose parts fit one tensor; and the rows of each batch"
-    *kind,device = next(o['kinds'][i] for o in infos if o['ks'])
+    shape,dtype,cls,device = next(o['kinds'][i] for o in infos if o['ks'])
     at,lens = row_places([o['ks'] for o in infos], [o['lens'][i] if o['ks'] else [] for o in infos])
-    if make is None or device!='cpu': return _exchanged(own, at, sum(lens), *kind, dst),lens
-    rows = make(name, (sum(lens),*kind[0]), kind[1])
+    if make is None or device!='cpu': return _exchanged(own, at, sum(lens), shape, dtype, cls, dst),lens
+    rows = make(name, (sum(lens),*shape), dtype)
     own.reverse()
     for places in at[group_rank()]: rows.write(places, own.pop()) # which is freed
     return rows,lens

@@ -128,7 +128,7 @@ class Source(NamedTuple):
     known:bool  # Whether all ranks know the samples of each step
     full:int    # The samples of a full step
     n_parts:int # Of a step of all ranks
-    by_parts:bool # Whether it reads each part as a batch of its own
+    reads_parts:bool # Whether it reads each part as a batch of its own
     seeds:bool  # Whether it seeds the random streams before it reads a batch
 
 def source_of(dl)->Source:
@@ -138,8 +138,8 @@ def source_of(dl)->Source:
     W = group_size()
     if dealer is None: return Source(dl, None, known, 64*W, W, False, False)
     full = dealer.step if dealer.by_step and dealer.unit=='row' else 64*W
-    by_parts = bool(dealer.n_parts)
-    return Source(dl, dealer, known, full, dealer.n_parts or W, by_parts, dealer.pad=='batch' and not by_parts)
+    reads_parts = bool(dealer.n_parts)
+    return Source(dl, dealer, known, full, dealer.n_parts or W, reads_parts, dealer.pad=='batch' and not reads_parts)
 
 # %% ../../nbs/distributed/09_loops.ipynb #eng19
 early = inner_events[:4] # Events before the backward pass
@@ -230,7 +230,7 @@ class TrainingLoop(Loop):
         self.learn = engine.learn
         self.ballot = engine.ballot
         self.links = engine.links
-        self.rank,self.world_size = group_rank(),group_size()
+        self.rank = group_rank()
         self.model = self.replica = engine.replica
         self.by_parts = engine.by_parts
         self.weighs = self.by_parts or self.links is not None
@@ -272,7 +272,7 @@ class TrainingLoop(Loop):
 
     def _begin_step(self, i, b)->tuple: # the step, and the batches of its parts
         self.ballot.phase = Phase.train_batch
-        parts,batches,n = self._read_parts(b) if self.source.by_parts else self._only_part(i, b)
+        parts,batches,n = self._read_parts(b) if self.source.reads_parts else self._only_part(i, b)
         statistics = PartStatistics(get_model(self.learn.model), len(parts)) if self.by_parts else None
         step = self.step = Step(parts, self.source.n_parts, statistics)
         self.n_steps += 1
@@ -328,7 +328,7 @@ class TrainingLoop(Loop):
         step.is_last = step.i==len(step.parts)-1
         self.more_parts = not step.is_last
         if not source.seeds: self.engine.seed_streams(i, part.number)
-        if source.by_parts:
+        if source.reads_parts:
             source.dealer.part_size = source.dealer.size_of_part(part.number)
             b = source.dl.after_part(b)
         if step.statistics: step.statistics.begin_part()

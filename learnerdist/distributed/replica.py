@@ -51,7 +51,7 @@ class SharedMean:
         self.W = links.world_size
         self.rank = links.rank
         self.factor = 1/self.W if mean else 1.
-        self.turn,self.known = 0,{}
+        self.turn,self.by_bucket = 0,{}
         # whose first pass calls every bucket the first, and none the last
         self.at_once = ddp.static_graph
         sizes = [p.nbytes for p in ddp.parameters() if p.requires_grad]
@@ -70,7 +70,7 @@ class SharedMean:
         if t.is_sparse: fut = default_hooks.allreduce_hook(current_group(), bucket)
         else:
             fut = torch.futures.Future()
-            (slots,self.end) = self._slots_of(t)
+            slots,self.end = self._slots_of(t)
             torch.mul(t, self.factor, out=slots[self.rank])
             self.pending.append((t,slots,fut))
         if self.at_once or bucket.is_last(): self._finish()
@@ -80,11 +80,11 @@ class SharedMean:
         "Each rank's slot for a bucket, and the slot's end"
         # DDP rebuilds its buckets after the first backward pass
         key = self.turn,self.end,t.dtype,len(t)
-        if key not in self.known:
+        if key not in self.by_bucket:
             at = slice(self.end, self.end+t.nbytes)
             slots = [o[at].view(t.dtype) for o in self.slots[self.turn]]
-            self.known[key] = slots,self.end+_whole(t.nbytes)
-        return self.known[key]
+            self.by_bucket[key] = slots,self.end+_whole(t.nbytes)
+        return self.by_bucket[key]
 
     def _finish(self):
         begin = perf_counter()
@@ -389,7 +389,7 @@ class Replica(Trained):
         self.parts = PartSums() if by_parts else None
         self.ddp,self._sync = None,True
         self.params = []
-        self.trained = ([],[])
+        self.trained = [],[]
         # By how many the exchange divides the sum over ranks
         self.copies = 1 if by_parts and comm_hook is _by_default else group_size()
         self._begin()
@@ -406,7 +406,7 @@ class Replica(Trained):
         self.frozen = [p for p in self.params if id(p) in was and not p.requires_grad]
         own = {id(p) for p in self.params}
         self.others = [p for p in self._optimized() if id(p) not in own]
-        self.both = self.params+self.others
+        self.all_params = self.params+self.others
         broadcast_tensors(self.others)
         self.checked = False
         self.trained = self._what_is_trained()
@@ -460,7 +460,7 @@ class Replica(Trained):
 
     def step_params(self)->list:
         "The parameters whose gradients a step has"
-        return self.both
+        return self.all_params
 
     def set_exchange(self, on:bool):
         "Whether the next backward pass is to exchange gradients"
@@ -473,7 +473,7 @@ class Replica(Trained):
 
     def take(self)->dict:
         "The gradients of a part; the parameters have none afterwards"
-        found = take_grads(self.both)
+        found = take_grads(self.all_params)
         as_views = self.ddp is not None and self.ddp.gradient_as_bucket_view # the next backward pass writes there
         return {p: g.clone() for p,g in found.items()} if as_views else found
 

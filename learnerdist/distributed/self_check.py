@@ -279,8 +279,9 @@ class SelfCheck:
             tol = max(o.tol for o in found)
             kind = losses.follows(one.whole, parts, tol)
         if over.kind=='unknown' and kind is not None:
-            if kind!='other' and not one.says: known = kind
-            else: known = 'items' if one.says else 'samples'
+            known = kind
+            if one.says: known = 'items'
+            elif kind=='other': known = 'samples'
             losses.set_loss_over(learn, MeanOver(known))
         if done and one.unused: self.engine.replica.find_unused(one.unused, findings)
         name = getattr(learn.loss_func, '__name__', type(learn.loss_func).__name__)

@@ -219,18 +219,18 @@ class GatherOrder:
         for i,b in reversed([*enumerate(self.blocks)]):
             for o in b: owner |= {id(m): i for m in o.modules()}
         first = {owner[id(m)]: (m,k) for m,k in reversed(holders)}
-        for i,place in first.items():
-            note = partial(self._note, i, place)
+        for i,holder in first.items():
+            note = partial(self._note, i, holder)
             self.handles += [m.register_forward_pre_hook(note, prepend=True) for m in self.blocks[i]]
         self.handles.append(self.model.register_forward_hook(self._rest))
 
     def unwatch(self):
         while self.handles: self.handles.pop().remove()
 
-    def _note(self, i, place, *_):
+    def _note(self, i, holder, *_):
         if self.alone:
             raise ValueError('a callback calls the model on rank 0 only, which has a part of it: after the context')
-        if self.log is None or not is_sharded(getattr(*place)): return
+        if self.log is None or not is_sharded(getattr(*holder)): return
         self.log.append(i)
         if self.order is None: shared_store().set(f'{self.key}/{len(self.log)}', str(i))
 

@@ -158,7 +158,7 @@ class Agent(SimpleElasticAgent):
         again = f'restart {self.attempt} of {spec.max_restarts}'
         if failures(self.job.ranks): log(*self.job.explain(), again)
         run_id = handler.get_run_id()
-        at = (group.master_addr,group.master_port)
+        at = group.master_addr,group.master_port
         of_all = dict(zip(('MASTER_ADDR','MASTER_PORT'), at), GROUP_RANK=group.group_rank)
         of_all |= dict(GROUP_WORLD_SIZE=group.group_world_size, ROLE_NAME=spec.role)
         of_all |= dict(LOCAL_WORLD_SIZE=spec.local_world_size, TORCHELASTIC_RUN_ID=run_id)
@@ -229,7 +229,7 @@ def choose_meeting(args):
 def spec_of(args)->WorkerSpec:
     "What torchrun's agent is to run. args: torchrun's arguments"
     config,*_ = config_from_args(args)
-    at = (config.rdzv_backend,config.rdzv_endpoint,config.run_id)
+    at = config.rdzv_backend,config.rdzv_endpoint,config.run_id
     name = config.local_addr
     n = config.min_nodes,config.max_nodes
     params = RendezvousParameters(*at, *n, local_addr=name, **config.rdzv_configs)
@@ -275,4 +275,3 @@ def run_with_others(job:Job)->int:
     finally: waiting.cancel()
     if failures(job.ranks): log(*job.explain())
     return job.status()
-

@@ -365,8 +365,8 @@ class EMA(Callback):
         decay:float=.999,   # Part of the average that stays at each step
         evaluate:bool=False # Validate and predict with the average, in a fit and after it
     ):
-        is_sharded = isinstance(decay, Real) and 0<=decay<1
-        need(is_sharded, 'give a number from 0 up, and below 1', decay=decay)
+        is_fraction = isinstance(decay, Real) and 0<=decay<1
+        need(is_fraction, 'give a number from 0 up, and below 1', decay=decay)
         need(evaluate in (True,False), 'give True or False', evaluate=evaluate)
         self.decay,self.evaluate = decay,evaluate
         self.weights = {}
