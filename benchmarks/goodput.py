@@ -40,7 +40,7 @@ class Step(Callback):
 dls = DataLoaders.from_dsets(train, valid, bs=bs)
 learn = Learner(dls, model, nn.MSELoss(), torch.optim.AdamW, lr=1e-3, path=folder)
 learn.logger = lambda line: None
-with learn.distrib_ctx(): learn.fit(n_epoch, cbs=[Step(),Checkpoint('states', every=every, in_memory=50, resume=True)])
+with learn.distrib_ctx(): learn.fit(n_epoch, cbs=[Step(),Checkpoint('states', every=every, in_memory=50, background=True, resume=True)])
 '''
 loop = '''
 opt,mse,step = torch.optim.AdamW(model.parameters(), lr=1e-3),nn.MSELoss(),0

@@ -101,11 +101,13 @@ def without_launcher(func, nproc, *args, **kw):
 
 def same(a, b): return a is not None and [k for k in a if a[k]!=b[k]]==[]
 
-def alone(path, cbs=(), **kw):
+def run_alone(path, cbs=(), **kw):
     "In this process, which keeps the memory, too"
     return checkpoint.fit(path, ctx=False, cbs=cbs, **kw)
 
-def test_alone(tmp_path):
+@pytest.mark.parametrize('background', [False,True])
+def test_alone(tmp_path, background):
+    alone = functools.partial(run_alone, background=background)
     whole = alone(tmp_path/'whole')
     with launch_folder():
         with pytest.raises(ZeroDivisionError): alone(tmp_path/'a', [checkpoint.At(11, checkpoint.fail)], every=3, in_memory=True)
@@ -136,13 +138,13 @@ def test_a_signal_in_the_last_step_leaves_a_file(tmp_path):
 def test_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr('learnerdist.checkpoint.where.free_bytes', lambda path: 2**10)
     with launch_folder(), pytest.raises(MemoryError, match=r'0 MB of memory for a state: 0 MB are free'):
-        alone(tmp_path, every=1, in_memory=True)
+        run_alone(tmp_path, every=1, in_memory=True)
 
 def test_options(tmp_path):
     for o in (0,-1,'10',1.5):
         with pytest.raises(ValueError, match=f'in_memory={o!r}'): Checkpoint('a', in_memory=o)
     with pytest.warns(UserWarning, match='in_memory=3: only ranks that .* States go to files only, every=5'):
-        alone(tmp_path, every=5, in_memory=3)
+        run_alone(tmp_path, every=5, in_memory=3)
     assert (tmp_path/'ckpt').exists()
 
 # 5 steps an epoch on 2 ranks, 3 on 3
@@ -152,7 +154,7 @@ everywhere = [at('after_pred', 0, 2), at('commit', 0, 2, ranks=[0]), at('after_t
 @slow
 @pytest.mark.parametrize('nproc,n,points,kw', [(2, 1, everywhere[1::2], dict(every='epoch', in_memory=1)),
     pytest.param(2, 2, everywhere, dict(every=2, in_memory=True), marks=pytest.mark.long),
-    pytest.param(3, 1, everywhere, dict(every='epoch', in_memory=1), marks=pytest.mark.long)])
+    pytest.param(3, 2, everywhere, dict(every='epoch', in_memory=1, background=True), marks=pytest.mark.long)])
 def test_killed_everywhere(nproc, n, points, kw, tmp_path, undisturbed):
     code,res,text = run(tmp_path, points, nproc=nproc, **kw)
     assert code==0 and same(undisturbed(nproc), res), text
@@ -199,7 +201,7 @@ def test_two_machines(tmp_path, undisturbed):
         plan = {'0': at('after_backward', 1, 2), 'launcher': lost}
         with ThreadPoolExecutor(3) as pool:
             args = [[*options,'--rdzv-conf',f'is_host={i==0}'] for i in range(3)]
-            both = [pool.submit(run, folder, plan, f'machine {i}', 1, args[i], every=3, in_memory=1) for i in range(2)]
+            both = [pool.submit(run, folder, plan, f'machine {i}', 1, args[i], every=3, in_memory=1, background=True) for i in range(2)]
             if lost: both.append(pool.submit(again, folder, plan, args[2]))
             found = [o.result() for o in both]
         text = '\n'.join(o[2] for o in found)
@@ -208,7 +210,7 @@ def test_two_machines(tmp_path, undisturbed):
 def again(folder, plan, options):
     "Another machine comes in place of the lost one"
     while not (folder/'lost').exists(): time.sleep(.05)
-    return run(folder, plan, 'machine 2', 1, options, every=3, in_memory=1)
+    return run(folder, plan, 'machine 2', 1, options, every=3, in_memory=1, background=True)
 
 killed = """
 import os,sys,time

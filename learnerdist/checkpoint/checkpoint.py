@@ -293,7 +293,8 @@ class Checkpoint(Callback):
     def _plan(self)->dict:
         "How often states go where. Files first: then a state in memory has no file to wait for"
         if self.in_memory is False: return dict(files=self.every)
-        self.memory,why = open_memory(self.name_in_memory(), a_part(get_model(self.learn.model)) is not None)
+        is_sharded = a_part(get_model(self.learn.model)) is not None
+        self.memory,why = open_memory(self.name_in_memory(), is_sharded, self.background)
         if why and is_rank0():
             warn('not-in-memory', f'in_memory={self.in_memory}: {why}. States go to files only, every={self.every!r}')
         if why: return dict(files=self.every)
@@ -417,7 +418,9 @@ class Checkpoint(Callback):
         self.when.at_end(self.last is not None and self.last['phase']=='done')
         self.commit('done')
         self.files.wait()
-        if self.memory: distrib_barrier() # until all have it
+        if self.memory:
+            self.memory.wait()
+            distrib_barrier() # until all have it
         if self.memory and 'files' in self.when.plan: self.memory.forget()
         self.state.seed_moment(end, self.n_epoch)
         self.learn.fits_done = getattr(self.learn, 'fits_done', 0)+1
@@ -438,6 +441,7 @@ class Checkpoint(Callback):
         if stopping: self._leave()
 
     def _save(self, where, captured):
+        where.wait(where.n_on_the_way) # on all ranks, before they meet: then all machines have the state before
         part = self.state.part(captured, where)
         if part: where.write(part)
 
@@ -459,8 +463,10 @@ class Checkpoint(Callback):
             # a process that calls functions goes on
             is_script = 'TORCHELASTIC_RESTART_COUNT' in os.environ
             ends.callback(self.when.requests.close, self.when.stopping and is_script)
-            self.memory = None
-            try: self.files.close()
+            memory,self.memory = self.memory,None
+            try:
+                if memory: memory.wait()
+                self.files.close()
             # the fit ends by another error, or this one was raised already
             except Exception as e: warn('not-saved', str(e))
 
@@ -478,7 +484,7 @@ class _Early(Callback):
 class StatesInMemory(Checkpoint):
     "Under `--on-failure shrink`: states in memory every 10 steps, of each fit that has no `Checkpoint`"
     implied = True
-    def __init__(self): super().__init__('.', every=10, in_memory=True, resume=True, signals=())
+    def __init__(self): super().__init__('.', every=10, background=True, in_memory=True, resume=True, signals=())
     def name_in_memory(self): return f'fit {count("fit in memory")}' # a script that runs again has the same fits
 
 context_callbacks.append(lambda engine: [StatesInMemory()] if shrinks() else [])

@@ -32,6 +32,10 @@ class Where(ABC):
     "Where states of a fit are written to, and read from"
     leads:bool # Whether this rank writes what all ranks have
     is_alone = True # Whether rank 0 is the only one
+    n_on_the_way = 0 # How many states may still be written when the next one is captured
+    @abstractmethod
+    def wait(self, n:int=0):
+        "Wait until at most `n` states are being written"
     @abstractmethod
     def write(self, part:RankPart):
         "Write what this rank has of a state"
@@ -48,6 +52,7 @@ class Files(Where):
         self.together = together
         self.is_remote,self.leads = isinstance(folder, Remote),is_rank0()
         self.background = background or self.is_remote
+        self.n_on_the_way = 1 if self.is_remote else 0
         self.lock = None
         self.pending = [] # Futures of states that are being written
 
@@ -56,7 +61,6 @@ class Files(Where):
         if is_rank0(): self.lock = open_folder(self.folder, resume, make)
 
     def write(self, part:RankPart):
-        self.wait(1 if self.is_remote else 0) # two are on the way at most
         kw = dict(writers=part.writers, keep=self.keep, after=[*self.pending])
         at = self.folder/part.name
         self.pending.append(write_snapshot(at, part.parts, part.info, self.background, **kw))
@@ -88,7 +92,9 @@ class Files(Where):
 # %% ../../nbs/checkpoint/03_where.ipynb #whr12
 class Memory(Where):
     "A folder in memory that outlives ranks, for the newest states of a fit. OSError without a launcher that has one"
-    def __init__(self, name:str):
+    def __init__(self, name:str, background=False):
+        self.background = background
+        self.pending = None # The Future of the state that is being written
         self.folder = launcher_memory()/hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         self.leads = group_size()==1 or is_rank0() or local_rank()==0
         self.n_states = 1 if local_size()>=group_size() else 2
@@ -99,7 +105,13 @@ class Memory(Where):
         "MemoryError if there is no room"
         self._check_room(part.parts)
         at = self.folder/part.name
-        write_snapshot(at, part.parts, part.info, writers=part.writers, keep=self.n_states).result()
+        kw = dict(writers=part.writers, keep=self.n_states)
+        self.pending = write_snapshot(at, part.parts, part.info, self.background, **kw)
+        if not self.background: self.wait()
+
+    def wait(self, n=0):
+        pending,self.pending = self.pending,None
+        if pending: pending.result()
 
     def _check_room(self, parts):
         sizes = {}
@@ -128,10 +140,10 @@ class Memory(Where):
         for o in self.folder.iterdir():
             if o.name!=kept: shutil.rmtree(o, ignore_errors=True)
 
-def open_memory(name, is_sharded)->tuple:
+def open_memory(name, is_sharded, background=False)->tuple:
     "(the `Memory` of a fit, ''), or (None, why no rank has any). Sync point"
     res,why = None,''
-    try: res = Memory(name)
+    try: res = Memory(name, background)
     except OSError as e: why = f'{e}'
     if is_sharded and local_size()<group_size():
         why = 'the parts of a sharded model are on several machines, any of which may be lost'
