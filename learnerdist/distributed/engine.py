@@ -92,7 +92,9 @@ class Loaders:
         self.sources = found = sources or [getattr(dls, o) for o in names] or dls.loaders[:]
         if e.findings.mode and not sources and group_size()>1: same_data(found, e.findings, e.gather_same)
         shares = []
-        for i,dl in enumerate(found): shares.append(dl if dl is None else self.share(dl, pad=i==0 and 'batch'))
+        for i,dl in enumerate(found):
+            if dl is not None: dl = self.share(dl, pad=i==0 and 'batch')
+            shares.append(dl)
         for name,dl in zip(names, shares): replace(dls, name, dl)
         if not names: replace(dls, 'loaders', shares[:])
         self.shares = [o for o in shares if o is not None]
@@ -202,7 +204,8 @@ class Steps(LoaderWrapper):
         ds = getattr(self.dl, 'dataset', None)
         if not (isinstance(ds, IterableDataset) and hasattr(self.dl, 'dealer')): return it
         first = [*islice(it, 1)]
-        return self._begun() if self.dl.dealer.compare(gather_objects, type(ds).__name__) else chain(first, it)
+        reads_again = self.dl.dealer.compare(gather_objects, type(ds).__name__)
+        return self._begun() if reads_again else chain(first, it)
 
     def _begun(self):
         if hasattr(self.dl, 'dealer'): self.dl.dealer.in_loop = True
@@ -252,7 +255,8 @@ def _compute(engine, dl, room): # room: memory that is held meanwhile
     xb,yb = split_batch(to_device(dl.one_batch(), engine.device), getattr(learn.dls, 'n_inp', None))
     model.train()
     with autocast_of(learn): res = (learn.loss_func or loss_of_model)(call_model(model, xb, model), *yb)
-    (res[0] if type(res) is tuple else res).sum().backward()
+    if type(res) is tuple: res = res[0]
+    res.sum().backward()
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng25
 class Engine(Runner):

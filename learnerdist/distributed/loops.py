@@ -46,14 +46,19 @@ class Mean(Kind):
     corrects = True
     def weigh(self, loss, part, n_parts, k):
         k = part.weight*k
-        return loss if not isinstance(k, Tensor) and k==1 else (loss*k).to(loss.dtype)
+        if not isinstance(k, Tensor) and k==1: return loss
+        return (loss*k).to(loss.dtype)
     def weight_of_second(self, part, copies, items):
-        none = items is None or not isinstance(items, Tensor) and not items
-        return None if none else part.weight*copies/items
+        if items is None: return None
+        if not isinstance(items, Tensor) and items==0: return None
+        return part.weight*copies/items
 
 class Sum(Kind):
     "A sum over samples; what callbacks add to it counts once a step, also in a part that counts for nothing"
-    def weigh(self, loss, part, n_parts, k): return (loss+part.loss*(-1 if part.why else n_parts-1))*(k/n_parts)
+    def weigh(self, loss, part, n_parts, k):
+        n_own = n_parts # How often the user's loss counts in this part, beside what callbacks have added
+        if part.why: n_own = 0
+        return (loss+part.loss*(n_own-1))*(k/n_parts)
     def weight_of_second(self, part, copies, items): return copies
 
 class Whole(Kind):
@@ -310,7 +315,8 @@ class TrainingLoop(Loop):
         another one"""
         good = next((o for o in batches if o is not None), self.last)
         need(good is not None, 'all samples of the first batch are bad: the collate function returns None')
-        for part,b in zip(parts, batches): part.why = Why.repeats if b is None else part.why
+        for part,b in zip(parts, batches):
+            if b is None: part.why = Why.repeats
         self.last = good
         return [good if o is None else o for o in batches]
 
@@ -429,7 +435,9 @@ class TrainingLoop(Loop):
         if not step.is_last: return
         if step.grads and self.replica: self.replica.begin_last(step.grads.pending)
         step.sends = self.links is not None and (self.by_parts or self.group.is_last)
-        step.total = self.group.n+(step.weights() if len(step.parts)>1 else self.part.weight)
+        own = self.part.weight
+        if len(step.parts)>1: own = step.weights()
+        step.total = self.group.n+own
         if step.sends: self.links.post(step.message().row(), self.replica is not None and self.replica.meets)
 
     def end_backward(self):
@@ -458,7 +466,9 @@ class TrainingLoop(Loop):
         if ends and (self.part.kind or kind_of(loss_over(self.learn))).corrects: self._correct(step, res)
         step.is_over = True
         if step.scope is not None: self._clear_step()
-        for p,g in step.kept.items(): p.grad = g if p.grad is None else p.grad.add_(g)
+        for p,g in step.kept.items():
+            if p.grad is None: p.grad = g
+            else: p.grad.add_(g)
         group.n = 0 if ends else step.total
         group.begun = not group.is_last or group.begun and not ends
 
@@ -515,12 +525,14 @@ class TrainingLoop(Loop):
         need(not self.by_parts, _second, max_bs=self.engine.opts.max_bs)
         part = self.part
         k = part.kind and part.kind.weight_of_second(part, self.replica.copies, self.step.items)
-        return None if not isinstance(k, Tensor) and k==1 else k
+        is_one = not isinstance(k, Tensor) and k==1
+        return None if is_one else k
 
     def rest_of_weight(self)->float:
         "By what gradients of the learner's loss that only a callback exchanges are still to be multiplied"
-        items = float(self.step.items) if self.step.items is not None else 0.
-        return (self.scale/items if items else 1.)/self.replica.copies
+        items = float(self.step.items or 0)
+        if not items: return 1/self.replica.copies
+        return self.scale/items/self.replica.copies
 
     # --- cancels ---
 
@@ -533,7 +545,8 @@ class TrainingLoop(Loop):
         scope = next((k for k in reversed(scopes[1:]) if isinstance(e, cancels[k])), None)
         if not may_cancel(scope, event): return False
         step.cancelled.append(scope)
-        if event in early: part.why = part.why or (Why.cancelled if event in early[:2] else Why.dropped)
+        if event in early[:2]: part.why = part.why or Why.cancelled
+        elif event in early: part.why = part.why or Why.dropped
         elif step.is_last: self._ask(scope, _asks_in.get(event, Asks.before_step))
         return True
 

@@ -45,7 +45,8 @@ class Tree:
 
 def tree_sum(xs:list, add=lambda a, b: a+b):
     "The sum of a list in the order of the tree"
-    if len(xs)<3: return add(*xs) if len(xs)==2 else xs[0]
+    if len(xs)==1: return xs[0]
+    if len(xs)==2: return add(*xs)
     tree = Tree(len(xs), add)
     for x in xs: tree.push(x)
     return tree.total
@@ -217,4 +218,5 @@ class PartStatistics:
             for o,old in self.start[n_running:n_running+len(self.counters)]: o.copy_(old+(n>0))
         if not changed: return
         for o,new in zip(self.others, self.first or self.others): o.copy_(new)
-        for o in self.others if group_size()>1 else (): dist.broadcast(o.contiguous(), 0, group=current_group())
+        if group_size()<2: return
+        for o in self.others: dist.broadcast(o.contiguous(), 0, group=current_group())

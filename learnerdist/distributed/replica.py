@@ -434,8 +434,9 @@ class Replica(Trained):
         if now is not self.model and now is not self: self.replace_model(now)
         if self.trained!=self._what_is_trained(): self._wrap()
         out = (self.ddp or self.model)(*xb, **kw)
-        step = self.engine.loop.step
-        return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
+        loop = self.engine.loop
+        if loop.step and loop.step.is_over: return weigh_back(out, loop.weight_of_second())
+        return out
 
     @property
     def may_find_unused(self)->bool:

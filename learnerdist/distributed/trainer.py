@@ -167,7 +167,7 @@ class DistributedTrainer(Adapter):
         rec = vars(self.learn).get('recorder')
         if rec and not rec.measuring: rec.reset_metrics() # the loop was cancelled before it began
         gather = [cb for cb in cbs if reduction.dispatch(type(cb)) is not reduction.dispatch(object)]
-        return [*(rec.valid_mets if rec else []), *gather]
+        return rec.valid_mets+gather if rec else gather
     def evaluated(self):
         "The metrics are those of all ranks now"
         if 'recorder' in vars(self.learn): self.learn.recorder.reduced = True
@@ -234,6 +234,7 @@ list_options(Learner.to_distributed, Learner.distrib_ctx)
 def _ddp_flag(learn, opts):
     if opts is not True and not isinstance(opts, dict):
         raise ValueError(f'ddp={opts!r}: give True, or a dict of options of distrib_ctx')
-    return learn.distrib_ctx(**({} if opts is True else opts))
+    if opts is True: opts = {}
+    return learn.distrib_ctx(**opts)
 
 fit_flags['ddp'] = _ddp_flag

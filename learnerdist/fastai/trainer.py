@@ -193,7 +193,8 @@ class Accumulated:
         if acc is None: return
         learn = self.engine.learn
         own = find_bs(learn.yb)
-        learn.loss_grad = learn.loss_grad*((acc.n_acc if self.adds_up else self.rows)/own)
+        n = acc.n_acc if self.adds_up else self.rows
+        learn.loss_grad = learn.loss_grad*(n/own)
         if self.engine.loop.step.is_last: acc.count += self.rows-own
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
@@ -309,7 +310,8 @@ class DistributedTrainer(Adapter):
         "Run logging callbacks, and callbacks that they add, on rank 0 only, without collectives"
         if group_rank()>0 and writes(type(cb)): return
         before = [*self.learn.cbs]
-        with self.on_its_own(), self.engine.sharded.on_rank0() if self.engine.sharded else nullcontext(): cb(event)
+        sharded = self.engine.sharded
+        with self.on_its_own(), sharded.on_rank0() if sharded else nullcontext(): cb(event)
         self.rank0s += [o for o in self.learn.cbs if all(o is not p for p in before)]
 
     def on_its_own(self):
