@@ -3479,6 +3479,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'learnerdist/learner/schedule.py'),
                                               'learnerdist.learner.schedule.Scheduler.__init__': ( 'learner/schedule.html#scheduler.__init__',
                                                                                                    'learnerdist/learner/schedule.py'),
+                                              'learnerdist.learner.schedule.Scheduler._step': ( 'learner/schedule.html#scheduler._step',
+                                                                                                'learnerdist/learner/schedule.py'),
                                               'learnerdist.learner.schedule.Scheduler.after_cancel_step': ( 'learner/schedule.html#scheduler.after_cancel_step',
                                                                                                             'learnerdist/learner/schedule.py'),
                                               'learnerdist.learner.schedule.Scheduler.after_epoch': ( 'learner/schedule.html#scheduler.after_epoch',

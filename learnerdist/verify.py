@@ -58,7 +58,7 @@ def row_keys(b:tuple)->list:
 
 def _key(o):
     if not isinstance(o, Tensor): return sample_hash([o])
-    if o.is_floating_point() or not o.ndim: return tensor_hash(o).item()
+    if o.is_floating_point() or not o.ndim or not o[1:].numel(): return tensor_hash(o).item()
     at = (o[1:]!=o[:-1]).reshape(max(len(o)-1, 0), -1).any(1).nonzero().flatten().tolist()
     return tensor_hash(o[at[0]:at[-1]+2] if at else o[:1]).item()
 

@@ -169,17 +169,12 @@ def test_the_run_is_that_of_one_process(kind, plan, n_left, messages, tmp_path, 
     assert {json.loads((o/'manifest.json').read_text())['config']['ranks'] for o in saved}=={2}
 
 @pytest.mark.long
-@pytest.mark.parametrize('kind', ['plain per rank','fastai per rank'])
+@pytest.mark.parametrize('kind', ['plain per rank','per rank','fastai per rank'])
 def test_batches_of_another_size(kind, tmp_path):
     "660 samples: 10 steps of 15 are in the state in memory; then 51 of 10 samples, and 66 in each of the other epochs"
     code,ranks,text = launch(tmp_path, {3: {1: at('before_backward', 0, 12)}}, kind) # fastai's schedule: by the part that is done
     assert code==0 and len(ranks)==2 and 'batch_size 15 then, 10 now' in text, text
     assert ranks[0]['weights']==ranks[1]['weights'] and ranks[0]['iters']==[61,127,193], ranks[0]['iters']
-
-@pytest.mark.long
-def test_a_schedule_by_steps_needs_the_global_batch(tmp_path):
-    code,ranks,text = launch(tmp_path, {3: {1: at('before_backward', 1, 1)}}, 'per rank')
-    assert code and not ranks and 'with a scheduler for' in text, text
 
 @pytest.mark.long
 def test_metrics_of_training(tmp_path, undisturbed):

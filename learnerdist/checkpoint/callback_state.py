@@ -129,7 +129,9 @@ def config_changes(old:dict, new:dict)->list:
 def check_run(old:dict, new:dict, at:dict, fit:int, src):
     """Raise ValueError if the fit number `fit` of this learner, with the configuration `new`, cannot go on from the
     checkpoint `src` at the position `at`, before anything is loaded"""
-    bad = [k for k,v in old['schedule'].items() if new['schedule'].get(k, v)!=v]
+    # with other global batches it goes on at the same part of the fit
+    may_scale = at['n_epoch']==new['n_epoch'] and any(old.get(k)!=new.get(k) for k in ('batch_size','samples'))
+    bad = [k for k,v in old['schedule'].items() if new['schedule'].get(k, v)!=v and not may_scale]
     why = None
     if at['fit']!=fit:
         why = f'of fit number {at["fit"]+1} of its script, and this is number {fit+1}: give each another folder'

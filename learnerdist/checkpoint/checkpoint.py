@@ -341,7 +341,7 @@ class Checkpoint(Callback):
         changes = config_changes(found.info['config']|now, config)
         if changes:
             text = f'{folder} is of a fit that differed from this one: {"; ".join(changes)}'
-            warn('changed-fit', f'{text}. The optimizer and the schedule go on with their numbers in the checkpoint')
+            warn('changed-fit', f'{text}. The optimizer goes on with its numbers in the checkpoint, and a schedule at the same part of the fit')
         at = self.at
         when = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.info['time']))
         source = folder if isinstance(folder, str) else f'the checkpoint {folder}'

@@ -344,7 +344,9 @@ class Engine(Runner):
 
     def begin_fit(self):
         "Before a fit, before other callbacks"
-        self.ballot.phase,self.loop = Phase.before_fit,Loop()
+        self.loop = Loop()
+        # fastai's `validate` tells of a fit, too
+        self.ballot.phase = Phase.before_fit if self.learn.fitting else Phase.before_validate
         if self.links: # before callbacks wait for one another
             next_phase()
             same_options(self.gather_same(options_of(self.learn.cbs)))

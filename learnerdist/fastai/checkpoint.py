@@ -199,8 +199,10 @@ def load(self:TextLearner, file, with_opt=None, device=None, **kwargs): # noqa: 
 
 @patch
 def export(self:Learner, fname='export.pkl', *args, **kwargs):
-    "As fastai's, also to an address; written whole or not at all"
-    save_once(as_path(fname, self.path), lambda tmp: _export(self, tmp.absolute(), *args, **kwargs))
+    "As fastai's, also to an address; written whole or not at all. A failure leaves the learner as it was"
+    kept = self.dls,self.opt
+    try: save_once(as_path(fname, self.path), lambda tmp: _export(self, tmp.absolute(), *args, **kwargs))
+    finally: self.dls,self.opt = kept
 
 def load_learner(fname, *args, **kwargs):
     "As fastai's, also from an address; it waits for rank 0's file alone, as `load` does"

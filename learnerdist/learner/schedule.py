@@ -44,11 +44,23 @@ class Scheduler(Callback):
         self.old = [dict(g) for g in self.torch_opt.param_groups]
         self.patched = 'step' in vars(self.torch_opt)
         self.sched = self.func(self.torch_opt)
+        # batches of an epoch: of this fit, and of the one that the scheduler was made for; None: not known
+        self.n_batches = self.n_made_for = data_len(self.learn.runner.loader(self.learn.dls.train))
+        self.behind = 0 # The scheduler is so many times 1/`n_batches` of its steps behind
 
     def after_cancel_step(self): self.cancelled = True
     def after_step(self):
-        if self.by=='step' and not self.cancelled: self.sched.step()
+        if self.by=='step' and not self.cancelled: self._step()
         self.cancelled = False
+
+    def _step(self):
+        "A step; more or fewer in a fit that was resumed with other global batches, so that the schedule ends with it"
+        if self.n_batches==self.n_made_for: return self.sched.step()
+        self.behind += self.n_made_for
+        while self.behind>=self.n_batches:
+            self.behind -= self.n_batches
+            is_over = getattr(self.sched, 'last_epoch', 0)>=getattr(self.sched, 'total_steps', math.inf)
+            if not is_over: self.sched.step() # torch's OneCycleLR refuses more
 
     def after_epoch(self):
         if self.by=='epoch': self.sched.step()
@@ -57,11 +69,14 @@ class Scheduler(Callback):
         if not isinstance(self.learn, Learner): self.cleanup() # fastai's Learner does not call `cleanup`
 
     def state_dict(self):
-        "The state of torch's scheduler; empty before a fit"
-        return self.sched.state_dict() if self.sched else {}
+        "The state of torch's scheduler, and the batches of an epoch that it was made for; empty before a fit"
+        return self.sched.state_dict()|dict(n_made_for=self.n_made_for) if self.sched else {}
 
     def load_state_dict(self, state):
-        "Load a result of `state_dict` into this fit"
+        "Load a result of `state_dict` into this fit, whose epochs may have more or fewer batches"
+        state = {**state}
+        self.n_made_for = state.pop('n_made_for', None) or self.n_batches
+        self.behind = 0
         self.sched.load_state_dict(state)
 
     @property
