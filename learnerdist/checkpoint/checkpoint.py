@@ -341,7 +341,8 @@ class Checkpoint(Callback):
         changes = config_changes(found.info['config']|now, config)
         if changes:
             text = f'{folder} is of a fit that differed from this one: {"; ".join(changes)}'
-            warn('changed-fit', f'{text}. The optimizer goes on with its numbers in the checkpoint, and a schedule at the same part of the fit')
+            goes_on = 'The optimizer goes on with its numbers in the checkpoint, a schedule at the same part of the fit'
+            warn('changed-fit', f'{text}. {goes_on}')
         at = self.at
         when = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.info['time']))
         source = folder if isinstance(folder, str) else f'the checkpoint {folder}'

@@ -157,14 +157,17 @@ def is_oom(e)->bool:
     says_so = 'DefaultCPUAllocator' in str(e) or 'out of memory' in str(e)
     return isinstance(e, RuntimeError) and says_so
 
-def advise_on_memory(e, learn):
+def advise_on_memory(e, learn, n:int=None):
     """If the exception says that memory has run out, add the size of the batch and a remedy to it. e: an exception
-    that has ended a fit; learn: ours or fastai's"""
-    if not is_oom(e) or not learn.xb: return
+    that has ended a fit; learn: ours or fastai's; n: the samples of the batch; None: of the learner's"""
+    if not is_oom(e) or not (n or learn.xb): return
+    n = n or find_bs(learn.xb)
     loop = 'training' if learn.training else 'evaluation'
-    what = f'{e}\nOut of memory in {loop} with a batch of {find_bs(learn.xb)} samples'
-    remedy = "distrib_ctx(max_bs='auto') keeps the samples of a step, to_bf16() halves activations"
-    e.args = (f'{what}. Take a smaller batch size: {remedy}.',)
+    remedy = ("Take a smaller batch size: distrib_ctx(max_bs='auto') keeps the samples of a step, to_bf16() halves "
+              'activations')
+    if n==1: remedy = ('The model is too large: distrib_ctx(shard=True) spreads it over the ranks, to_bf16() and '
+                       'torch.utils.checkpoint save activations')
+    e.args = (f'{e}\nOut of memory in {loop} with a batch of {n} sample{"s"*(n>1)}. {remedy}.',)
 
 # %% ../../nbs/learner/01_learner.ipynb #c026
 def group_lrs(lr, n:int)->list:
