@@ -89,8 +89,6 @@ class Planner(Callback):
         opts,self.steps = engine.opts,0
         engine.findings.mode = False # the self-check would evaluate samples of all ranks
         opts.comm_hook = counted_hook(opts.comm_hook)
-        # else the end of the context would make it whole
-        if opts.shard: opts.shard = opts.shard._replace(keep_sharded=True)
 
     def before_fit(self):
         for cb in self.learn.cbs:

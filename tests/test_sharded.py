@@ -102,13 +102,17 @@ def run(c, W=1, rank=0, sharded=False):
         res = dict(start=start, values=numbers(learn), losses=list(learn.recorder.losses), lrs=list(learn.recorder.lrs), n=learn.train_iter,
                    preds=learn.get_preds(), norms=[x for cb in learn.cbs for x in getattr(cb, 'norms', [])],
                    short=learn.get_preds(dl=DataLoader(data(1, 7), 3)))
-    assert sharded
-    assert all(params[k] is p or params[k].is_meta for k,p in learn.model.named_parameters())
+        whole = [map_tensors(o.state_dict(), full_tensor) for o in (learn.model,learn.opt)]
+    assert sharded and all(params[k] is p for k,p in learn.model.named_parameters())
     assert [(type(m),{*vars(m)}) for m in learn.model.modules()]==before
     copy.deepcopy(learn.model)
-    res['params'] = {k: p.detach().clone() for k,p in learn.model.state_dict().items()}
-    res['opt'] = {k: {n: torch.as_tensor(v).clone() for n,v in s.items()} for k,s in learn.opt.state_dict().get('state', {}).items()}
-    with learn.no_logging(): learn.fit(1) # alone, with the state of the optimizer
+    on_meta = any(p.is_meta for p in learn.model.parameters()) # as it was: nobody has the whole
+    model,opt = whole if on_meta else (learn.model.state_dict(),learn.opt.state_dict())
+    res['params'] = {k: p.detach().clone() for k,p in model.items()}
+    res['opt'] = {k: {n: torch.as_tensor(v).clone() for n,v in s.items()} for k,s in opt.get('state', {}).items()}
+    if on_meta: assert learn.opt is None
+    else:
+        with learn.no_logging(): learn.fit(1) # alone, with the state of the optimizer
     return res
 
 def rank_runs(cases):

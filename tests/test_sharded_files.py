@@ -60,7 +60,7 @@ def test_a_checkpoint_of_ddp_goes_on_sharded(tmp_path):
 def without_gather(folder):
     def forbidden(*_): raise AssertionError('gathered')
     old,shards.full_tensor = shards.full_tensor,forbidden
-    try: train(folder, dict(keep_sharded=True), every=3)
+    try: train(folder, True, every=3)
     finally: shards.full_tensor = old
 
 @needs_fsdp2

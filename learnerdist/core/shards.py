@@ -9,7 +9,6 @@ __all__ = []
 import copy
 from collections.abc import MutableMapping
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from fastcore.foundation import L
@@ -53,9 +52,9 @@ def full_tensor(t:Tensor, dst:int=None):
     parts = gather_rows(own, dst) # of replicas, the first one's
     return None if parts is None else torch.cat(parts[:t.device_mesh.size(dims[0])])
 
-def shard_of(full:Tensor, like, device=None):
+def shard_of(full:Tensor, like):
     """This rank's part of a tensor; ValueError if the shapes differ. full: on every rank; like: a part: that of `full`
-    is cut as this one; device: where it goes; None: where `like` is"""
+    is cut as this one, and goes where this one is"""
     a,b = tuple(full.shape),tuple(like.shape)
     need(a==b, f'a tensor of shape {a} has no parts like those of {b}')
     own,mesh = full,like.device_mesh
@@ -65,7 +64,7 @@ def shard_of(full:Tensor, like, device=None):
         k = mesh.get_local_rank(i)
         own = parts[k] if k<len(parts) else own.narrow(o.dim, 0, 0)
     # not a view, which would keep `full` in memory
-    return part_from(own.detach().to(device or device_of(like), copy=True), like)
+    return part_from(own.detach().to(device_of(like), copy=True), like)
 
 def device_of(part)->torch.device:
     "Where a part is, which is the CPU if it is offloaded; of one on the meta device, the device that ranks compute on"
@@ -139,43 +138,15 @@ def shard_position(like)->tuple:
     return at[i],mesh.size(i),any(at[:i]+at[i+1:])
 
 # %% ../../nbs/core/05_shards.ipynb #h16k02
-class StoredPart(NamedTuple):
-    "A rank's part of a tensor, after the group that it was made in: the `stored` of a tensor on the meta device"
-    own:Tensor
-    at:tuple   # (shape of the mesh, this rank's place in it)
-
-    def part(self, like, device=None):
-        """The tensor as a part of a new group. ValueError if the group has another shape. like: a part of the same
-        shape; device: as in `shard_of`"""
-        (shape,at),new = self.at,_place(like)
-        if self.at!=new:
-            raise ValueError(f'stored parts of a mesh {shape}, at {at}, do not fit one of {new[0]}, at {new[1]}: go on '
-                             'with as many ranks and replicas, or save and load')
-        return part_from(self.own.to(device or device_of(like)), like)
-
-def _place(t): return tuple(t.device_mesh.shape),tuple(t.device_mesh.get_coordinate())
-
-def keep_part(t)->Tensor:
-    "A tensor on the meta device whose `stored` is this rank's part of `t`; what is no part is returned as it is"
-    if not is_sharded(t): return t
-    res = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device='meta')
-    res.stored = StoredPart(t.detach().to_local(), _place(t))
-    return res
-
 def on_meta(model)->dict:
     "By name, the parameters and buffers of a model that are on the meta device: they have a shape, and no values"
     return {k: t for k,t in [*model.named_parameters(),*model.named_buffers()] if t.is_meta}
 
 def need_values(model, known=()):
     "ValueError if a tensor of a model has no values, unless its name is among `known`, the names in a file"
-    for k,t in on_meta(model).items():
-        if k in known: continue
-        what = f'{k} is on the meta device, and has no values'
-        if hasattr(t, 'stored'):
-            raise ValueError(f'{what}: this rank keeps a part, which keep_sharded did not gather. Go on in '
-                             'distrib_ctx(shard=…) of as many ranks, or save within that context')
-        raise ValueError(f'{what}: give distrib_ctx(shard=dict(weights=file)) a file that has them. Make what no file '
-                         "has, such as a table of positions, with device='cpu'")
+    for k in on_meta(model):
+        need(k in known, f'{k} is on the meta device, and has no values: give distrib_ctx(shard=dict(weights=file)) a '
+             "file that has them. Make what no file has, such as a table of positions, with device='cpu'")
 
 # %% ../../nbs/core/05_shards.ipynb #h7a80927
 def load_model(model, state, strict=True):
@@ -224,7 +195,6 @@ def state_part(p, t):
     if is_sharded(t): return t
     # a count of steps; not in the memory of a file
     if not is_sharded(p) or t.numel()<2 and t.shape!=p.shape: return t.clone()
-    if t.is_meta: return t.stored.part(p)
     if t.shape==p.shape: return shard_of(t, p)
     what = f'the optimizer keeps {tuple(t.shape)} for weights of {tuple(p.shape)}, which cannot be cut as they are'
     how = 'Begin with a new optimizer: fit(…, reset_opt=True), or load(…, with_opt=False)'

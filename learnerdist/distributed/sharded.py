@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/distributed/09_sharded.ipynb #hf22b6dc
 from collections import Counter,defaultdict
 from collections.abc import Mapping
-from contextlib import ExitStack,contextmanager,nullcontext,suppress
+from contextlib import ExitStack,contextmanager,suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..core.compat import replace_tensors,full_grads
 from ..core.env import count,current_group,everyones,group_size,group_timeout
 from ..core.env import local_rank,local_size,noting_loops,process_group,shared_store,wait_key
 from ..core.lending import replaced
-from ..core.shards import exchange_params,groups_of,is_sharded,keep_part,load_model,need_values,on_meta
+from ..core.shards import exchange_params,groups_of,is_sharded,load_model,need_values,on_meta
 from ..core.shards import optimizers_in,shard_of,state_part,full_tensor
 from ..core.weights import load_weights
 from ..core.stacks import need,warn
@@ -43,8 +43,6 @@ class ShardOptions(NamedTuple):
     reshard:Any=None
     # A file of `save`, torch or safetensors, or the index of several: the weights of a model on the meta device
     weights:Any=None
-    # End the context without gathering: each rank keeps its parts for the next context
-    keep_sharded:bool=False
     # Spread the model over W/replicas ranks, and replicate it so many times (HSDP). 'node': a replica on each machine
     replicas:Any=1
     # Exchange gradients once for a step of an accumulation, not in each micro-batch: a rank has whole ones until then
@@ -66,7 +64,6 @@ _takes = dict( # For each option, whether a value is one, and what to give
     blocks=(_are_blocks, _block_kinds),
     reshard=(lambda o: o is None or _is_bool(o), 'True, False, or None'),
     weights=(lambda o: o is None or isinstance(o, (str,Path)), 'the path of a file'),
-    keep_sharded=(_is_bool, 'True or False'),
     replicas=(_is_count, "the number of copies of the model, or 'node'"),
     sync_once=(_is_bool, 'True or False'),
     offload=(_is_bool, 'True or False'),
@@ -178,8 +175,7 @@ def find_blocks(model, blocks)->list:
 def check_model(model, known=()):
     """ValueError for a model that cannot be sharded, before anything is changed; `known`: names of weights that a file
     has"""
-    stored = [k for k,p in model.named_parameters() if hasattr(p, 'stored')]
-    need_values(model, {*known,*stored})
+    need_values(model, known)
     for k,p in model.named_parameters():
         why = _refused(p)
         need(why is None, f'shard=: {k} {why}')
@@ -291,19 +287,11 @@ def with_shared(model, file)->dict:
         if found: res |= {k: file[found[0]] for k in ks if k not in file}
     return res
 
-def fill_parts(model, pairs:list, file:dict, home):
-    """Give values to the tensors of a sharded model that are on the meta device: those that ranks have stored, or those
-    of a file, by name. pairs: (parameter before, its part) of each weight; home: the device of parts; buffers go where
-    ranks compute"""
-    device = pairs[0][1].device_mesh.device_type
-    before = {id(p): old for old,p in pairs}
+def fill_parts(model, file:dict, home, device):
+    """Give the tensors of a sharded model that are on the meta device the values of a file, by name. home: the device
+    of parts; device: where ranks compute, and buffers are"""
     def value(t):
-        if not t.is_meta: return t
-        old = before.get(id(t))
-        if not hasattr(old, 'stored'): return torch.empty_like(t, device=home if is_sharded(t) else device)
-        found = old.stored.part(t, home)
-        del old.stored # one of them is enough
-        return found
+        return torch.empty_like(t, device=home if is_sharded(t) else device) if t.is_meta else t
     if on_meta(model): replace_tensors(model, value) # as `to_empty`, but for those that have values
     if file: load_model(model, file)
 
@@ -379,7 +367,7 @@ class Sharded(Trained):
         finally:
             now = {id(p): (p,getattr(m, k)) for m,k,p in self.holders}
             self.pairs = [(old,p) for old,p in now.values() if is_sharded(p)]
-        fill_parts(self.model, self.pairs, self.file, home)
+        fill_parts(self.model, self.file, home, self.learn.device)
         self.file = None
         for old,p in self.pairs: vars(p).update(vars(old))
         exchange_params(self.learn.opt, {id(old): p for old,p in self.pairs}, state_part)
@@ -470,44 +458,39 @@ class Sharded(Trained):
         if self.undo_bn: self.undo_bn()
 
     def restore(self):
-        """Give the learner its model back, and its optimizer the whole state. Parameters are the same objects, but for
-        those that had no values before or get none. Sync point"""
+        """Give the learner its model and its optimizer back: the same parameters, with whole values; but those that had
+        no values before the context have none after it. Sync point"""
         pairs,self.pairs = self.pairs,[]
         self.gathers.unwatch()
         if not pairs: return
         from torch.distributed.fsdp import FSDPModule
-        keeps = self.opts.keep_sharded
-        with nullcontext(True) if keeps else any_group() as here:
+        opt = self.learn.opt
+        with any_group() as here:
             if not here: warn('lost-weights', _lost)
-            get = keep_part if keeps else partial(self._whole, here)
-            back = {id(p): _given_back(old, p, get) for old,p in pairs}
-            exchange_params(self.learn.opt, back, lambda p,t: get(t) if is_sharded(t) else t)
-            for o in self.engine.tracked: o.weights = {k: get(t) if is_sharded(t) else t for k,t in o.weights.items()}
-        vars(self.model).pop('to', None)
-        for m,cls,names in self.before:
-            forget_fsdp(m, names)
-            if isinstance(m, FSDPModule): m.__class__ = cls
-        olds = {id(old): back[id(p)] for old,p in pairs}
-        for m,k,p in self.holders: setattr(m, k, olds.get(id(p), p))
+            for old,p in pairs:
+                old.requires_grad_(p.requires_grad)
+                if old.is_meta: continue
+                old.data = self._whole(here, p.detach())
+                if p.grad is not None: old.grad = self._whole(here, p.grad)
+            def of_state(p, t): return t if p.is_meta else self._whole(here, t)
+            exchange_params(opt, {id(p): old for old,p in pairs}, of_state)
+            vars(self.model).pop('to', None)
+            for m,cls,names in self.before:
+                forget_fsdp(m, names)
+                if isinstance(m, FSDPModule): m.__class__ = cls
+            for m,k,p in self.holders: setattr(m, k, p)
+            gone = on_meta(self.model)
+            for o in self.engine.tracked:
+                o.weights = {k: self._whole(here, t) for k,t in o.weights.items() if k not in gone}
         self.holders = self.before = ()
+        # its state is that of parameters without values
+        if opt is not None and any(p.is_meta for p in chain(*groups_of(opt))): self.learn.opt = None
 
     def _whole(self, here:bool, t):
         "The whole of a part; without the other ranks an empty tensor"
+        if not is_sharded(t): return t
         device = self.learn.device
         return full_tensor(t).to(device) if here else torch.empty(0, dtype=t.dtype, device=device)
-
-def _given_back(old, p, get):
-    "The parameter that takes the place of the part `p`: `old` with its value"
-    if p.is_meta: return old # it was not filled
-    val = get(p.detach())
-    if old.is_meta or val.is_meta: # torch lets no tensor change its device
-        new = nn.Parameter(val, p.requires_grad)
-        vars(new).update(vars(old)|vars(val))
-        return new
-    old.data = val
-    old.requires_grad_(p.requires_grad)
-    if p.grad is not None: old.grad = get(p.grad)
-    return old
 
 _muon = ("torch's Muon computes an update in bfloat16, and rounds otherwise over parts of a matrix: it may differ by a "
          'quarter from that of one process. The fit is as good, but do not compare digits; or use DDP with max_bs=')
