@@ -160,7 +160,7 @@ same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=eve
             once=even(cbs=[acc(24),lambda W: GradientClip(.5)], shard=dict(sync_once=True), fits=(1,2)),
             once_odd=even(cbs=[acc(36)], n=56, opt=sgd, shard=dict(sync_once=True, blocks=Layer)),
             recurrent=even(model=Recurrent), batchnorm=even(model=bn, n=36), root=even(shard=dict(blocks=lambda m: False)),
-            linears=even(shard=dict(blocks=[nn.Linear])), tied_blocks=even(model=tied_layers, shard=dict(blocks=Layer)),
+            linears=even(shard=dict(blocks=[nn.Linear])),
             light=even(model=light), kept=even(shard=dict(reshard=False)), dropped=even(shard=dict(blocks=Layer, reshard=True)),
             stopping=even(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(5,)))
 
@@ -297,7 +297,7 @@ def test_a_dead_rank_takes_its_part_along():
 
 # --- replicas, half precision, calls by rank 0 --------------------------------------------------------------------------------
 
-@pytest.mark.long # test_a_replica_on_each_machine has them, too
+@pytest.mark.long # test_a_mesh_of_replicas has them, too
 @needs_fsdp2
 def test_replicas_of_a_sharded_model():
     "Two ranks hold the model, and two others its replica"
@@ -306,23 +306,22 @@ def test_replicas_of_a_sharded_model():
     alone = {k: run(c) for k,c in some.items()}
     for ranks in run_ranks(rank_runs, 4, some): assert {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9} == {}
 
-def by_node(local):
-    "What `replicas='node'` makes of ranks on machines of so many"
-    os.environ['LOCAL_WORLD_SIZE'],os.environ['LOCAL_RANK'] = str(local),str(rank_distrib()%local)
+def replicated():
+    "The mesh and the weights of two replicas"
     with process_group():
         learn = make(case(n=24, bs=12), group_size())
-        with learn.no_logging(), learn.distrib_ctx(seed=3, shard=dict(replicas='node')):
+        with learn.no_logging(), learn.distrib_ctx(seed=3, shard=dict(replicas=2)):
             learn.fit(2)
             mesh = next(learn.model.parameters()).device_mesh
             shape,ranks = tuple(mesh.shape),mesh.mesh.tolist()
         return shape,ranks,[p.detach().clone() for p in learn.model.parameters()]
 
 @needs_fsdp2
-def test_a_replica_on_each_machine():
-    "Two machines of two ranks, rehearsed: rows of the mesh are machines"
+def test_a_mesh_of_replicas():
+    "Its rows are ranks that follow each other, as those of a machine do"
     learn = make(case(n=24, bs=12))
     with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2)
-    for shape,ranks,params in run_ranks(by_node, 4, 2):
+    for shape,ranks,params in run_ranks(replicated, 4):
         assert (shape,ranks)==((2,2), [[0,1],[2,3]]) and differs(list(learn.model.parameters()), params)<1e-9
 
 class Dtypes(Callback):

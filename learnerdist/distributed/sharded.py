@@ -20,11 +20,10 @@ import torch.distributed as dist
 from fastcore.basics import listify
 from torch import nn
 
-from ..core.collectives import gather_objects
-from ..core.compat import can_group,forget_fsdp,forget_passes,fsdp_on_cpu,fsdp_ready
+from ..core.compat import forget_fsdp,forget_passes,fsdp_on_cpu,fsdp_ready
 from ..core.compat import replace_tensors,full_grads
 from ..core.env import count,current_group,everyones,group_size,group_timeout
-from ..core.env import local_rank,local_size,noting_loops,process_group,shared_store,wait_key
+from ..core.env import noting_loops,process_group,shared_store,wait_key
 from ..core.lending import replaced
 from ..core.shards import exchange_params,groups_of,is_sharded,load_model,need_values,on_meta
 from ..core.shards import optimizers_in,shard_of,state_part,full_tensor
@@ -43,8 +42,8 @@ class ShardOptions(NamedTuple):
     reshard:Any=None
     # A file of `save`, torch or safetensors, or the index of several: the weights of a model on the meta device
     weights:Any=None
-    # Spread the model over W/replicas ranks, and replicate it so many times (HSDP). 'node': a replica on each machine
-    replicas:Any=1
+    # Spread the model over W/replicas ranks, and replicate it so many times (HSDP)
+    replicas:int=1
     # Exchange gradients once for a step of an accumulation, not in each micro-batch: a rank has whole ones until then
     sync_once:bool=False
     # Keep each rank's parts, their gradients and the optimizer's state in the CPU's memory; for GPUs
@@ -57,14 +56,13 @@ def _are_blocks(o):
     if isinstance(o, tuple): return o and all(isinstance(c, type) and issubclass(c, nn.Module) for c in o)
     return o is True or callable(o)
 
-def _is_count(o): return o=='node' or type(o) is int and o>0
 def _is_policy(o): return o in (None,'bf16') or type(o).__name__=='MixedPrecisionPolicy'
 _block_kinds = 'True, classes of modules such as [Block], or a function of a module'
 _takes = dict( # For each option, whether a value is one, and what to give
     blocks=(_are_blocks, _block_kinds),
     reshard=(lambda o: o is None or _is_bool(o), 'True, False, or None'),
     weights=(lambda o: o is None or isinstance(o, (str,Path)), 'the path of a file'),
-    replicas=(_is_count, "the number of copies of the model, or 'node'"),
+    replicas=(lambda o: type(o) is int and o>0, 'the number of copies of the model'),
     sync_once=(_is_bool, 'True or False'),
     offload=(_is_bool, 'True or False'),
     mp=(_is_policy, "'bf16' or FSDP2's MixedPrecisionPolicy; for float16 use learn.to_fp16()"))
@@ -100,17 +98,6 @@ def offload_of(device:torch.device):
     from torch.distributed.fsdp import CPUOffloadPolicy
     return CPUOffloadPolicy()
 
-def replicas_of(n, places:list)->int:
-    """The number of replicas, from (rank on its machine, ranks of this machine) of each rank. ValueError if it does not
-    divide the ranks, or if machines have different numbers of them"""
-    W,L = len(places),places[0][1]
-    if n!='node':
-        need(W%n==0, f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
-        return n
-    if places==[(i%L,L) for i in range(W)] and W%L==0: return W//L
-    found = ', '.join(f'{i} of {k}' for i,k in places)
-    raise ValueError(f"'node' needs as many ranks on each machine, in order: these are {found}. Give replicas=2")
-
 # %% ../../nbs/distributed/09_sharded.ipynb #h3d8d362
 def _owns(m): return next(m.parameters(), None) is not None
 def _runs(m): return not isinstance(m, (nn.ModuleList,nn.ModuleDict)) # FSDP2 gathers in `forward`
@@ -124,52 +111,33 @@ def repeated_blocks(model)->list:
     return res
 
 # %% ../../nbs/distributed/09_sharded.ipynb #tie02
-def _shared(group:list, model):
-    "Names of weights that modules of this group and something outside of it share"
-    own,inside = set(),set()
-    for b in group:
-        own |= {id(p) for p in b.parameters()}
-        inside |= {id(m) for m in b.modules()}
+def _shared(block, model):
+    "Names of weights that a module and something outside of it share"
+    own = {*block.parameters()}
+    inside = {*block.modules()}
     res = []
     for k,m in model.named_modules():
-        if id(m) in inside: continue
-        res += [f'{k}.{name}' for name,p in m.named_parameters(recurse=False) if id(p) in own]
+        if m in inside: continue
+        res += [f'{k}.{name}' for name,p in m.named_parameters(recurse=False) if p in own]
     return res
-
-def _are_tied(a, b):
-    "Whether two modules, of which none is within the other, share a weight"
-    if any(a is m for m in b.modules()) or any(b is m for m in a.modules()): return False
-    return bool({*a.parameters()} & {*b.parameters()})
-
-def tied_groups(modules:list)->list:
-    "Lists of the modules that share weights, most of them of one module; in the order of the last ones"
-    groups = []
-    for m in modules:
-        tied = [g for g in groups if can_group and any(_are_tied(m, o) for o in g)]
-        groups = [g for g in groups if g not in tied]
-        groups.append([*chain(*tied),m])
-    return groups
 
 # %% ../../nbs/distributed/09_sharded.ipynb #tie04
 def find_blocks(model, blocks)->list:
-    """Lists of the modules whose weights are gathered together, inner ones first, as FSDP2 wants them; ValueError if
-    there is none of a class, or if one shares weights with the rest of the model"""
-    if blocks is True: return [[m] for m in repeated_blocks(model) if m is not model and not _shared([m], model)]
+    """The modules whose weights are gathered when they run, inner ones first, as FSDP2 wants them; ValueError if there
+    is none of a class, or if one shares weights with the rest of the model"""
+    if blocks is True: return [m for m in repeated_blocks(model) if m is not model and not _shared(m, model)]
     by_class = isinstance(blocks, tuple)
     wanted = (lambda m: isinstance(m, blocks)) if by_class else blocks
     named = {k: m for k,m in model.named_modules() if m is not model and wanted(m) and _owns(m)}
     if by_class and not named:
         own = ', '.join(sorted({type(m).__name__ for m in model.children() if _owns(m)}))
         raise ValueError(f'shard=: it has no such module with weights. Give classes of this model: {own}')
-    names = {id(m): k for k,m in named.items()}
     for k,m in named.items():
         need(_runs(m), f'shard=: {k} is a list, which has no forward pass: give the modules in it')
-    groups = tied_groups([*named.values()][::-1])
-    for g in groups:
-        for o in _shared(g, model):
-            what = f'shard=: {names[id(g[-1])]} shares weights with {o}'
-            raise ValueError(f'{what}: leave it to the rest of the model, or give the module that holds both')
-    return groups
+        for o in _shared(m, model):
+            raise ValueError(f'shard=: {k} shares weights with {o}: leave it to the rest of the model, or give the '
+                             'module that holds both')
+    return [*named.values()][::-1]
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h3f650b5
 def check_model(model, known=()):
@@ -201,7 +169,7 @@ def check_opt(opt):
 class GatherOrder:
     """In which order the blocks of a model are gathered in a batch of evaluation, so that a rank without a batch can
     take part"""
-    def __init__(self, model, blocks:list): # lists of modules that are gathered together
+    def __init__(self, model, blocks:list): # the model itself is the last one
         self.model,self.blocks = model,blocks
         self.order = None # Numbers of blocks; None: no rank has run the model
         self.log = None   # Those that were gathered in the running batch; None: it is none of evaluation
@@ -213,11 +181,11 @@ class GatherOrder:
         "Note which block each pass gathers; have nothing gathered after a pass. holders: (module, name) of each weight"
         owner = {} # The number of the innermost block: inner ones come first
         for i,b in reversed([*enumerate(self.blocks)]):
-            for o in b: owner |= {id(m): i for m in o.modules()}
+            owner |= {id(m): i for m in b.modules()}
         first = {owner[id(m)]: (m,k) for m,k in reversed(holders)}
         for i,holder in first.items():
-            note = partial(self._note, i, holder)
-            self.handles += [m.register_forward_pre_hook(note, prepend=True) for m in self.blocks[i]]
+            hook = partial(self._note, i, holder)
+            self.handles.append(self.blocks[i].register_forward_pre_hook(hook, prepend=True))
         self.handles.append(self.model.register_forward_hook(self._rest))
 
     def unwatch(self):
@@ -232,7 +200,7 @@ class GatherOrder:
 
     def _rest(self, *_):
         if torch.is_grad_enabled(): return
-        for b in self.blocks: b[0].reshard()
+        for b in self.blocks: b.reshard()
         forget_passes(self.model)
 
     def begin_batch(self):
@@ -255,8 +223,8 @@ class GatherOrder:
             for i in self.order: self._gather(i)
 
     def _gather(self, i):
-        self.blocks[i][0].unshard()
-        self.blocks[i][0].reshard()
+        self.blocks[i].unshard()
+        self.blocks[i].reshard()
 
     def _learn(self):
         "Follow the others' first pass, whose order stands in the store; None if no rank runs one"
@@ -333,14 +301,15 @@ class Sharded(Trained):
             version = torch.__version__
             raise ValueError(f'shard=: FSDP2 of torch {version} does not run on the CPU: get a newer torch')
         opts = engine.opts.shard
-        replicas = replicas_of(opts.replicas, gather_objects((local_rank(),local_size())))
-        self.opts = opts = opts._replace(replicas=replicas)
+        W,n = group_size(),opts.replicas
+        need(W%n==0, f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
+        self.opts = opts
         self.offload = offload_of(device) if opts.offload else None
         self.file = {}
         if opts.weights: self.file = with_shared(self.model, load_weights(opts.weights, mapped=True)[0])
         check_model(self.model, self.file)
         check_opt(self.learn.opt)
-        self.blocks = [*find_blocks(self.model, opts.blocks),[self.model]] # lists of modules that are gathered together
+        self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
         self.gathers = GatherOrder(self.model, self.blocks)
         self.pairs = [] # (parameter before, its part)
         self.checked = False # Whether all weights had a gradient in this fit's first step
@@ -362,8 +331,8 @@ class Sharded(Trained):
             self.model.to = lambda *_,**kw: self.model
         try:
             for b in self.blocks:
-                if opts.mp: kw['mp_policy'] = policy_of(opts.mp, b[0] is self.model)
-                fully_shard(b if len(b)>1 else b[0], **kw)
+                if opts.mp: kw['mp_policy'] = policy_of(opts.mp, b is self.model)
+                fully_shard(b, **kw)
         finally:
             now = {id(p): (p,getattr(m, k)) for m,k,p in self.holders}
             self.pairs = [(old,p) for old,p in now.values() if is_sharded(p)]
