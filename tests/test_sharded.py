@@ -1,7 +1,6 @@
 "`distrib_ctx(shard=…)`: the run of one process, whatever is trained and evaluated; files, and the way out of the context"
 import copy, functools, itertools, os, signal, traceback, warnings
 import pytest, torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -10,7 +9,7 @@ from learnerdist.all import (Callback, CancelBackwardException, CancelBatchExcep
                              CancelTrainException, DataLoaders, EarlyStoppingCallback,
                              GradientAccumulation, GradientClip, Learner, Lookahead,
                              group_rank, group_size, process_group, rank_distrib)
-from learnerdist.core.compat import fsdp_on_cpu, full_grads
+from learnerdist.core.compat import fsdp_on_cpu
 from learnerdist.core.env import shared_store, wait_key
 from learnerdist.core.shards import is_sharded, load_opt, map_tensors, shard_of, full_tensor
 from learnerdist.distributed import sharded as sharded_module
@@ -125,8 +124,7 @@ def answers(key): return [o[key] for o in on_two_ranks()]
 def rank_answers():
     "All that is asked of two ranks, but for the runs of `same`"
     both = False,True
-    return dict(exchanges=[exchanges(o, 12) for o in both], left_within=[in_group(left_within, o, 2) for o in both],
-                left_by=left_by('raise'), lower=[in_group(lower, o) for o in both],
+    return dict(left_within=in_group(left_within, 2), left_by=left_by('raise'), lower=[in_group(lower, o) for o in both],
                 half={(o,k): in_group(half, o, k) for o in both for k in ('fp16','bf16')},
                 refusals=refusals(), muon=in_group(muon), refused_within=refused_within(), offloaded=offloaded())
 
@@ -157,8 +155,6 @@ same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=eve
             groups=even(splitter=two_groups, lr=[.01,.05]), lookahead=even(opt=ahead), clip=even(cbs=[lambda W: GradientClip(.5)]),
             frozen=even(model=partly_frozen), tied=even(model=tied),
             accumulation=even(cbs=[acc(24)]), odd=even(cbs=[acc(36)], n=56),
-            once=even(cbs=[acc(24),lambda W: GradientClip(.5)], shard=dict(sync_once=True), fits=(1,2)),
-            once_odd=even(cbs=[acc(36)], n=56, opt=sgd, shard=dict(sync_once=True, blocks=Layer)),
             recurrent=even(model=Recurrent), batchnorm=even(model=bn, n=36), root=even(shard=dict(blocks=lambda m: False)),
             linears=even(shard=dict(blocks=[nn.Linear])),
             light=even(model=light), kept=even(shard=dict(reshard=False)), dropped=even(shard=dict(blocks=Layer, reshard=True)),
@@ -168,44 +164,13 @@ same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=eve
 @pytest.mark.parametrize('W', [pytest.param('some', marks=pytest.mark.slow), *(pytest.param(o, marks=pytest.mark.long) for o in (1,2,3,4))])
 def test_same_run(W):
     "Some on two ranks: one of each kind"
-    more = ('sgd','few','groups','accumulation','linears','kept','once_odd','stopping') if W=='some' else ()
+    more = ('sgd','few','groups','accumulation','linears','kept','stopping') if W=='some' else ()
     cases = {k: c for k,c in same.items() if k not in more}
     alone = {k: run(c) for k,c in cases.items()}
     for ranks in run_ranks(rank_runs, 2 if W=='some' else W, cases, timeout_s=600):
         assert {k: d for k in cases if (d := differs(alone[k], ranks[k]))>1e-9} == {}
 
-# --- one exchange for several micro-batches ------------------------------------------------------------------------------------
-
-class Exchanges(Callback):
-    "How many reduce-scatters there were in each training batch, and the bytes of gradients that FSDP2 held back by its end"
-    order = 800
-    def before_fit(self):
-        self.n,self.counts,self.held,self.real = 0,[],[],getattr(dist, reduce_scatter)
-        def counted(*args, **kw):
-            self.n += 1
-            return self.real(*args, **kw)
-        setattr(dist, reduce_scatter, counted)
-    def after_batch(self):
-        if not self.training: return
-        self.counts.append(self.n)
-        self.held.append(sum(t.nbytes for t in full_grads(self.model)))
-        self.n = 0
-    def after_fit(self): setattr(dist, reduce_scatter, self.real)
-
-reduce_scatter = next(o for o in ('reduce_scatter_single','reduce_scatter_tensor') if hasattr(dist, o)) # a newer torch, an older one
-
-def exchanges(once, n_acc):
-    with process_group():
-        learn = make(case(n=21, cbs=[acc(n_acc),lambda W: Exchanges()]), group_size())
-        with learn.no_logging(), learn.distrib_ctx(seed=3, shard=dict(sync_once=once)): learn.fit(1)
-        return learn.exchanges.counts,learn.exchanges.held,sum(p.nbytes for p in learn.model.parameters())
-
-@needs_fsdp2
-def test_one_exchange_for_a_step_of_an_accumulation():
-    "Three layers and the rest of the model, four micro-batches: a step after two of them. Until then a rank has whole gradients"
-    for once,counts,held in ((False,[4,4,4,4],[0,0,0,0]), (True,[0,4,0,4],[1,0,1,0])):
-        for found,bytes_held,size in (o[once] for o in answers('exchanges')):
-            assert found==counts and bytes_held==[o*size for o in held]
+# --- cancelled ----------------------------------------------------------------------------------------------------------------
 
 class Left(Callback):
     "Leaves the loop in the middle of an accumulation, on one rank; a layer is frozen before the next one"
@@ -213,16 +178,16 @@ class Left(Callback):
         if self.training and self.learn.iter==2 and group_rank()==group_size()-1: raise CancelTrainException
     def after_epoch(self): self.model.layers[0].requires_grad_(False)
 
-def left_within(once, W=1):
+def left_within(W=1):
     learn = make(case(n=24, opt=sgd, cbs=[acc(12),lambda W: Left()]), W)
-    with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': dict(sync_once=once)} if W>1 else {})):
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': True} if W>1 else {})):
         for _ in range(2): learn.fit(2)
     return [p.detach().clone() for p in learn.model.parameters()]
 
 @needs_fsdp2
 def test_gradients_of_an_incomplete_accumulation_are_dropped():
-    alone = left_within(False)
-    assert all(differs(alone, o)<1e-9 for found in answers('left_within') for o in found)
+    alone = left_within()
+    for found in answers('left_within'): assert differs(alone, found)<1e-9
 
 class Cancel(Callback):
     "Raises once at an event, on one rank; at one of a batch in batch `i`"
@@ -427,9 +392,6 @@ refused = dict(text=(net, dict(shard='nodes'), 'give True, or a dict of options,
     unknown=(net, dict(shard=dict(block=1)), "'block' is no option; give blocks, reshard"),
     replicas_0=(net, dict(shard=dict(replicas=0)), 'replicas=0: give the number of copies'),
     replicas_3=(net, dict(shard=dict(replicas=3)), 'replicas=3 does not divide 2 ranks: give a divisor of 2'),
-    reshard=(net, dict(shard=dict(reshard=2)), 'reshard=2: give True, False, or None'),
-    sync_once=(net, dict(shard=dict(sync_once='x')), "sync_once='x': give True or False"),
-    offload_kind=(net, dict(shard=dict(offload=1)), 'offload=1: give True or False'),
     offload=(net, dict(shard=dict(offload=True)), 'trains on the CPU, in whose memory the weights are: leave it out'),
     ddp_option=(net, dict(shard=True, find_unused_parameters=True), 'find_unused_parameters: of DDP, and without a meaning'),
     comm_hook=(net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'),

@@ -199,7 +199,7 @@ def refusals(folder):
         torch.save(without('layers.0.a.weight', state), folder/'large.pth')
         torch.save(state, folder/'whole.pth')
         torch.save(dict(state, **{'out.bias': torch.zeros(3)}), folder/'shape.pth')
-    tries = [(meta_net, True), (whole_net, dict(weights=3)), (meta_net, dict(weights=folder/'none.pth')),
+    tries = [(meta_net, True), (meta_net, dict(weights=folder/'none.pth')),
              (meta_net, dict(weights=folder/'missing.pth')), (meta_net, dict(weights=folder/'large.pth')),
              (meta_net, dict(weights=folder/'shape.pth')), (lambda: meta_net(table=None), dict(weights=folder/'whole.pth'))]
     with process_group():
@@ -215,7 +215,7 @@ def refusals(folder):
             distrib_barrier()
         return res
 
-whys = ['inp.weight is on the meta device, and has no values: give distrib_ctx(shard=dict(weights=file))', 'weights=3: give the path',
+whys = ['inp.weight is on the meta device, and has no values: give distrib_ctx(shard=dict(weights=file))',
         'none.pth', 'out.bias is on the meta device', 'layers.0.a.weight is on the meta device', 'size mismatch for out.bias',
         'layers.0.scale is on the meta device, and has no values']
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack,contextmanager,suppress
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from time import monotonic
 from typing import Any,NamedTuple
 
@@ -21,7 +20,7 @@ from fastcore.basics import listify
 from torch import nn
 
 from ..core.compat import forget_fsdp,forget_passes,fsdp_on_cpu,fsdp_ready
-from ..core.compat import replace_tensors,full_grads
+from ..core.compat import replace_tensors
 from ..core.env import count,current_group,everyones,group_size,group_timeout
 from ..core.env import noting_loops,process_group,shared_store,wait_key
 from ..core.lending import replaced
@@ -44,28 +43,10 @@ class ShardOptions(NamedTuple):
     weights:Any=None
     # Spread the model over W/replicas ranks, and replicate it so many times (HSDP)
     replicas:int=1
-    # Exchange gradients once for a step of an accumulation, not in each micro-batch: a rank has whole ones until then
-    sync_once:bool=False
     # Keep each rank's parts, their gradients and the optimizer's state in the CPU's memory; for GPUs
     offload:bool=False
     # Compute in 'bf16' (weights, gradients and optimizer stay as they are), or FSDP2's `MixedPrecisionPolicy`
     mp:Any=None
-
-def _is_bool(o): return isinstance(o, bool)
-def _are_blocks(o):
-    if isinstance(o, tuple): return o and all(isinstance(c, type) and issubclass(c, nn.Module) for c in o)
-    return o is True or callable(o)
-
-def _is_policy(o): return o in (None,'bf16') or type(o).__name__=='MixedPrecisionPolicy'
-_block_kinds = 'True, classes of modules such as [Block], or a function of a module'
-_takes = dict( # For each option, whether a value is one, and what to give
-    blocks=(_are_blocks, _block_kinds),
-    reshard=(lambda o: o is None or _is_bool(o), 'True, False, or None'),
-    weights=(lambda o: o is None or isinstance(o, (str,Path)), 'the path of a file'),
-    replicas=(lambda o: type(o) is int and o>0, 'the number of copies of the model'),
-    sync_once=(_is_bool, 'True or False'),
-    offload=(_is_bool, 'True or False'),
-    mp=(_is_policy, "'bf16' or FSDP2's MixedPrecisionPolicy; for float16 use learn.to_fp16()"))
 
 def shard_options(shard, ddp_kw=(), comm_hook=None)->ShardOptions:
     """The options of a sharded run, from True or a dict of `ShardOptions`; None for None and False. ValueError for
@@ -73,15 +54,22 @@ def shard_options(shard, ddp_kw=(), comm_hook=None)->ShardOptions:
     if shard is None or shard is False: return None
     for k in [*ddp_kw, *['comm_hook']*(comm_hook is not None)]:
         raise ValueError(f'{k}: of DDP, and without a meaning with shard=: leave one out')
-    remedy = f"give True, or a dict of options, such as dict(blocks=[Block]); they are {', '.join(_takes)}"
+    names = ', '.join(ShardOptions._fields)
+    remedy = f'give True, or a dict of options, such as dict(blocks=[Block]); they are {names}'
     need(shard is True or isinstance(shard, dict), remedy, shard=shard)
     opts = {} if shard is True else dict(shard)
+    for k in opts: need(k in ShardOptions._fields, f'{k!r} is no option; give {names}', shard=shard)
     if isinstance(opts.get('blocks'), (type,list)): opts['blocks'] = tuple(listify(opts['blocks']))
-    for k,v in opts.items():
-        need(k in _takes, f'{k!r} is no option; give {", ".join(_takes)}', shard=shard)
-        is_one,what = _takes[k]
-        need(is_one(v), f'give {what}', **{k: v})
-    return ShardOptions(**opts)
+    res = ShardOptions(**opts)
+    blocks,n = res.blocks,res.replicas
+    classes = blocks if isinstance(blocks, tuple) else ()
+    by_class = classes and all(isinstance(o, type) and issubclass(o, nn.Module) for o in classes)
+    known = blocks is True or callable(blocks) or by_class
+    need(known, 'give True, classes of modules such as [Block], or a function of a module', blocks=blocks)
+    need(type(n) is int and n>0, 'give the number of copies of the model', replicas=n)
+    has_policy = res.mp in (None,'bf16') or type(res.mp).__name__=='MixedPrecisionPolicy'
+    need(has_policy, "give 'bf16' or FSDP2's MixedPrecisionPolicy; for float16 use learn.to_fp16()", mp=res.mp)
+    return res
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h16b03
 def policy_of(mp, outermost):
@@ -313,7 +301,6 @@ class Sharded(Trained):
         self.gathers = GatherOrder(self.model, self.blocks)
         self.pairs = [] # (parameter before, its part)
         self.checked = False # Whether all weights had a gradient in this fit's first step
-        self._sync = True # Whether the next backward pass exchanges gradients
 
     def shard(self):
         "Spread the model and the optimizer's state over the ranks. Sync point"
@@ -386,14 +373,7 @@ class Sharded(Trained):
     def begin_last(self, pending): "Before the last backward pass of a step"
 
     def set_exchange(self, on:bool):
-        "Whether the next backward pass is to exchange gradients"
-        if not self.opts.sync_once or on==self._sync: return
-        self._sync = on
-        self.model.set_requires_gradient_sync(on)
-
-    def full_grads(self, drop=False)->list:
-        "Gradients, of whole shape, of this rank's backward passes that did not exchange them; `drop`: forget them"
-        return full_grads(self.model, drop)
+        "Each backward pass exchanges gradients: memory for whole ones is what a sharded run has not got"
 
     def after_backward(self, pending=()):
         "After the last backward pass of a step: average gradients of others, look for missing ones. Sync point"
@@ -401,7 +381,7 @@ class Sharded(Trained):
         for on,(_,p) in zip(self.trained, self.pairs):
             # frozen after the forward pass: in one process it has no gradient either
             if on and not p.requires_grad: p.grad = None
-        if self.checked or not self._sync: return
+        if self.checked: return
         self.checked = True
         idle = without_gradient(self.model)
         need(not idle, f"no gradient for {', '.join(idle)}: freeze what takes no part in the loss, with "
