@@ -123,10 +123,6 @@ tree_leaves,tree_map = _pytree.tree_leaves,_pytree.tree_map
 # %% ../../nbs/core/00_compat.ipynb #fsdpcmp1
 fsdp_on_cpu = hasattr(torch.cpu.Stream, 'record_event') # torch 2.6 has FSDP2 for GPUs only
 
-def fsdp_ready(model):
-    "Let FSDP2 set up what it sets up in its first forward pass"
-    model._get_fsdp_state()._lazy_init()
-
 def forget_fsdp(m, names):
     "Remove what `fully_shard` has added to a module, but for class and parameters; names: its attributes before"
     is_fsdps = lambda h: str(getattr(h, '__module__', '')).startswith('torch.distributed.fsdp.')

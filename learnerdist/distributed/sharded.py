@@ -9,9 +9,7 @@ __all__ = []
 from collections import Counter,defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack,contextmanager,suppress
-from functools import partial
 from itertools import chain
-from time import monotonic
 from typing import Any,NamedTuple
 
 import torch
@@ -19,15 +17,16 @@ import torch.distributed as dist
 from fastcore.basics import listify
 from torch import nn
 
-from ..core.compat import forget_fsdp,forget_passes,fsdp_on_cpu,fsdp_ready
+from ..core.compat import forget_fsdp,forget_passes,fsdp_on_cpu
 from ..core.compat import replace_tensors
-from ..core.env import count,current_group,everyones,group_size,group_timeout
-from ..core.env import noting_loops,process_group,shared_store,wait_key
+from ..core.env import count,current_group,everyones,group_size
+from ..core.env import noting_loops,process_group,shared_store
 from ..core.lending import replaced
 from ..core.shards import exchange_params,groups_of,is_sharded,load_model,need_values,on_meta
 from ..core.shards import optimizers_in,shard_of,state_part,full_tensor
 from ..core.weights import load_weights
 from ..core.stacks import need,warn
+from ..data.loaders import call_model
 from .batchnorm import sync_batchnorm
 from .replica import Trained,broadcast_tensors,sum_grads,weigh_back,without_gradient
 from ..learner.learner import get_model
@@ -154,83 +153,46 @@ def check_opt(opt):
                          'which cannot be cut as they are: set learn.opt = None before the context')
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hf17431c
-class GatherOrder:
-    """In which order the blocks of a model are gathered in a batch of evaluation, so that a rank without a batch can
-    take part"""
+class Passes:
+    """The forward passes of a sharded model, each of which gathers weights from all ranks. In evaluation a rank without
+    a batch runs as many as the others, with a batch of theirs"""
     def __init__(self, model, blocks:list): # the model itself is the last one
         self.model,self.blocks = model,blocks
-        self.order = None # Numbers of blocks; None: no rank has run the model
-        self.log = None   # Those that were gathered in the running batch; None: it is none of evaluation
         self.alone = False # Whether code runs on rank 0 only, where the model cannot be called
-        self.handles,self.n_batches = [],0
-        self.key = f'sharded/{count("sharded")}' # in the store, where the first pass of all writes its order
+        self.begun = False # Whether a batch of evaluation is computed
+        self.n,self.usual = 0,1 # Passes since it began, and in the last batch that had any
+        self.handles = []
 
-    def watch(self, holders:list):
-        "Note which block each pass gathers; have nothing gathered after a pass. holders: (module, name) of each weight"
-        owner = {} # The number of the innermost block: inner ones come first
-        for i,b in reversed([*enumerate(self.blocks)]):
-            owner |= {id(m): i for m in b.modules()}
-        first = {owner[id(m)]: (m,k) for m,k in reversed(holders)}
-        for i,holder in first.items():
-            hook = partial(self._note, i, holder)
-            self.handles.append(self.blocks[i].register_forward_pre_hook(hook, prepend=True))
-        self.handles.append(self.model.register_forward_hook(self._rest))
+    def watch(self):
+        "Count passes; have nothing gathered after one"
+        for m in self.blocks: self.handles.append(m.register_forward_pre_hook(self._check, prepend=True))
+        self.handles.append(self.model.register_forward_hook(self._end))
 
     def unwatch(self):
         while self.handles: self.handles.pop().remove()
 
-    def _note(self, i, holder, *_):
-        if self.alone:
-            raise ValueError('a callback calls the model on rank 0 only, which has a part of it: after the context')
-        if self.log is None or not is_sharded(getattr(*holder)): return
-        self.log.append(i)
-        if self.order is None: shared_store().set(f'{self.key}/{len(self.log)}', str(i))
+    def _check(self, *_):
+        need(not self.alone, 'a callback calls the model on rank 0 only, which has a part of it: after the context')
 
-    def _rest(self, *_):
+    def _end(self, *_):
+        self.n += 1
         if torch.is_grad_enabled(): return
-        for b in self.blocks: b.reshard()
+        for m in self.blocks: m.reshard()
         forget_passes(self.model)
 
     def begin_batch(self):
         "Before a batch of evaluation"
-        self.log = []
-        self.n_batches += 1
+        self.begun,self.n = True,0
 
-    def end_batch(self):
-        """After a batch of evaluation, once; on a rank that has not run the model: take part in the gathers of the
-        others. Sync point"""
-        log,self.log = self.log,None
-        if log is None: return
-        if self.order is None and log:
-            shared_store().set(f'{self.key}/{len(log)+1}', 'end')
-            self.order = log
-        elif self.order is None:
-            fsdp_ready(self.model)
-            self.order = self._learn()
-        elif not log:
-            for i in self.order: self._gather(i)
-
-    def _gather(self, i):
-        self.blocks[i].unshard()
-        self.blocks[i].reshard()
-
-    def _learn(self):
-        "Follow the others' first pass, whose order stands in the store; None if no rank runs one"
-        store = shared_store()
-        end = monotonic()+group_timeout()
-        skips = f'{self.key}/skips/{self.n_batches}'
-        order = []
-        store.add(skips, 1)
-        while True:
-            found = wait_key(store, f'{self.key}/{len(order)+1}', .3)
-            if found=='end': return order
-            if found is not None:
-                order.append(int(found))
-                self._gather(order[-1])
-            elif not order and store.add(skips, 0)==group_size(): return None
-            elif monotonic()>end:
-                message = f'no rank has run the model in {group_timeout():g} s'
-                raise TimeoutError(f'{message}: validate and predict on all ranks')
+    @torch.no_grad()
+    def end_batch(self, xb:tuple):
+        """After a batch of evaluation with the inputs `xb`, once: if this rank has not run the model, as it had no batch
+        or cancelled it, it does so now. Sync point"""
+        if not self.begun: return
+        self.begun = False
+        if self.n: self.usual = self.n
+        else:
+            for _ in range(self.usual): call_model(self.model, xb, self.model)
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h16f05
 def with_shared(model, file)->dict:
@@ -298,7 +260,7 @@ class Sharded(Trained):
         check_model(self.model, self.file)
         check_opt(self.learn.opt)
         self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
-        self.gathers = GatherOrder(self.model, self.blocks)
+        self.passes = Passes(self.model, self.blocks)
         self.pairs = [] # (parameter before, its part)
         self.checked = False # Whether all weights had a gradient in this fit's first step
 
@@ -331,7 +293,7 @@ class Sharded(Trained):
             grad,old.grad = old.grad,None
             if grad is not None: p.grad = shard_of(grad, p)
             if not old.is_meta: old.data = old.data.new_empty(0) # this memory is what sharding is for
-        self.gathers.watch([(m,k) for m,k,_ in self.holders])
+        self.passes.watch()
 
     def begin(self, sync_bn):
         "At the start of a fit"
@@ -389,18 +351,18 @@ class Sharded(Trained):
 
     def on_rank0(self):
         "Context whose body runs on rank 0 only, where the model cannot be called"
-        return replaced(self.gathers, alone=True)
+        return replaced(self.passes, alone=True)
 
     def begin_batch(self):
-        "See `GatherOrder`"
-        self.gathers.begin_batch()
+        "Before a batch of evaluation"
+        self.passes.begin_batch()
     def end_batch(self):
-        "See `GatherOrder`"
-        self.gathers.end_batch()
-    def join_batch(self):
-        "On a rank that has no more batch, while others have: take part in their gathers. Sync point"
-        self.begin_batch()
-        self.end_batch()
+        "After it, or when it is cancelled. Sync point"
+        self.passes.end_batch(self.learn.xb)
+    def join_batch(self, xb:tuple):
+        "On a rank that has no more batch, while others have: run the model on inputs of theirs. Sync point"
+        self.passes.begin_batch()
+        self.passes.end_batch(xb)
 
     def undo(self):
         "At the end of a fit"
@@ -410,7 +372,7 @@ class Sharded(Trained):
         """Give the learner its model and its optimizer back: the same parameters, with whole values; but those that had
         no values before the context have none after it. Sync point"""
         pairs,self.pairs = self.pairs,[]
-        self.gathers.unwatch()
+        self.passes.unwatch()
         if not pairs: return
         from torch.distributed.fsdp import FSDPModule
         opt = self.learn.opt
