@@ -668,8 +668,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'learnerdist/core/weights.py'),
                                           'learnerdist.core.weights._gathered': ( 'core/weights.html#_gathered',
                                                                                   'learnerdist/core/weights.py'),
-                                          'learnerdist.core.weights._in_a_file': ( 'core/weights.html#_in_a_file',
-                                                                                   'learnerdist/core/weights.py'),
                                           'learnerdist.core.weights._opened': ('core/weights.html#_opened', 'learnerdist/core/weights.py'),
                                           'learnerdist.core.weights._pieces': ('core/weights.html#_pieces', 'learnerdist/core/weights.py'),
                                           'learnerdist.core.weights._read': ('core/weights.html#_read', 'learnerdist/core/weights.py'),
