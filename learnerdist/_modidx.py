@@ -2029,8 +2029,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'learnerdist/distributed/sharded.py'),
                                                  'learnerdist.distributed.sharded.check_model': ( 'distributed/sharded.html#check_model',
                                                                                                   'learnerdist/distributed/sharded.py'),
-                                                 'learnerdist.distributed.sharded.check_opt': ( 'distributed/sharded.html#check_opt',
-                                                                                                'learnerdist/distributed/sharded.py'),
                                                  'learnerdist.distributed.sharded.fill_parts': ( 'distributed/sharded.html#fill_parts',
                                                                                                  'learnerdist/distributed/sharded.py'),
                                                  'learnerdist.distributed.sharded.find_blocks': ( 'distributed/sharded.html#find_blocks',

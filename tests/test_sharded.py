@@ -452,8 +452,8 @@ def load_factored(learn): load_opt(learn.opt, {**learn.opt.state_dict(), 'state'
 within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, idle.bias: freeze what takes no part in the loss'),
               cancel=(Cancels, {}, lambda o: o.fit(1), 'CancelBatchException within the forward pass'),
               calls=(Net, {}, lambda o: o.fit(1, cbs=Calls()), 'calls the model on rank 0 only, which has a part of it: after the context'),
-              loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'Begin with a new optimizer: fit(…, reset_opt=True)'),
-              factored=(Net, dict(opt=factored), None, 'cannot be cut as they are: set learn.opt = None before the context'),
+              loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'Begin with a new optimizer: learn.opt = None before the context'),
+              factored=(Net, dict(opt=factored), None, 'cannot be cut as they are. Begin with a new optimizer: learn.opt = None before the context'),
               shapes=(Net, {}, lambda o: shard_of(torch.zeros(9), o.model.head.weight), 'a tensor of shape (9,) has no parts like'))
 
 def refused_within():

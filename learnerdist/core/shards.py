@@ -178,16 +178,18 @@ def exchange_params(opt, new:dict, f):
     """Give an optimizer other parameters, and its state other tensors; torch's and fastai's optimizers, and wrappers
     around them. new: from the ids of parameters to those that replace them; f: a function of (parameter, tensor):
     the tensor that replaces it in the parameter's state"""
-    get = lambda p: new.get(id(p), p)
+    def get(p): return new.get(id(p), p)
     for own in map(vars, optimizers_in(opt)):
         for g in own.get('param_groups', ()): g['params'] = [get(p) for p in g['params']]
-        if 'param_lists' in own: own['param_lists'] = L(L(get(p) for p in ps) for ps in own['param_lists'])
-        for d in [own[k] for k in ('state','slow') if isinstance(own.get(k), MutableMapping)]:
-            old = dict(d)
+        if 'param_lists' in own: own['param_lists'] = L(L(map(get, ps)) for ps in own['param_lists'])
+        for k in ('state','slow'):
+            d = own.get(k)
+            if not isinstance(d, MutableMapping): continue
+            changed = {get(p): map_tensors(s, partial(f, get(p))) for p,s in d.items()}
             d.clear()
-            for p,s in old.items(): d[get(p)] = map_tensors(s, partial(f, get(p)))
-    for o in optimizers_in(opt): # fastai's Lookahead
-        if getattr(o, 'slow_weights', None) is not None and 'slow_weights' in vars(o):
+            d.update(changed)
+    for o in optimizers_in(opt): # fastai's Lookahead, which has no parameters of its own
+        if vars(o).get('slow_weights') is not None:
             o.slow_weights = L(L(map(f, ps, ts)) for ps,ts in zip(o.param_lists, o.slow_weights))
 
 def state_part(p, t):
@@ -197,7 +199,7 @@ def state_part(p, t):
     if not is_sharded(p) or t.numel()<2 and t.shape!=p.shape: return t.clone()
     if t.shape==p.shape: return shard_of(t, p)
     what = f'the optimizer keeps {tuple(t.shape)} for weights of {tuple(p.shape)}, which cannot be cut as they are'
-    how = 'Begin with a new optimizer: fit(…, reset_opt=True), or load(…, with_opt=False)'
+    how = 'Begin with a new optimizer: learn.opt = None before the context, or load(…, with_opt=False)'
     raise ValueError(f'{what}. {how}')
 
 def load_opt(opt, state):

@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hf22b6dc
 from collections import Counter,defaultdict
-from collections.abc import Mapping
 from contextlib import ExitStack,contextmanager,suppress
 from itertools import chain
 from typing import Any,NamedTuple
@@ -142,16 +141,6 @@ def _refused(p):
     if not p.ndim: return 'is a single number, which cannot be cut: make it a tensor of shape (1,)'
     if not p.is_contiguous(): return 'is not contiguous: model.to(memory_format=torch.contiguous_format)'
 
-def check_opt(opt):
-    "ValueError for an optimizer whose state has no parts"
-    states = [o.state for o in optimizers_in(opt) if isinstance(getattr(o, 'state', None), Mapping)]
-    for p,s in chain(*(o.items() for o in states)):
-        tensors = [t for t in s.values() if isinstance(t, torch.Tensor)] if isinstance(s, dict) else []
-        bad = next((t for t in tensors if t.numel()>1 and t.shape!=p.shape), None)
-        if bad is None: continue
-        raise ValueError(f'shard=: {type(opt).__name__} keeps {tuple(bad.shape)} for weights of {tuple(p.shape)}, '
-                         'which cannot be cut as they are: set learn.opt = None before the context')
-
 # %% ../../nbs/distributed/09_sharded.ipynb #hf17431c
 class Passes:
     """The forward passes of a sharded model, each of which gathers weights from all ranks. In evaluation a rank without
@@ -258,7 +247,6 @@ class Sharded(Trained):
         self.file = {}
         if opts.weights: self.file = with_shared(self.model, load_weights(opts.weights, mapped=True)[0])
         check_model(self.model, self.file)
-        check_opt(self.learn.opt)
         self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
         self.passes = Passes(self.model, self.blocks)
         self.pairs = [] # (parameter before, its part)
