@@ -1473,8 +1473,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'learnerdist/distributed/evaluation.py'),
                                                     'learnerdist.distributed.evaluation._is_number': ( 'distributed/evaluation.html#_is_number',
                                                                                                        'learnerdist/distributed/evaluation.py'),
-                                                    'learnerdist.distributed.evaluation._put_back': ( 'distributed/evaluation.html#_put_back',
-                                                                                                      'learnerdist/distributed/evaluation.py'),
                                                     'learnerdist.distributed.evaluation.check_lists': ( 'distributed/evaluation.html#check_lists',
                                                                                                         'learnerdist/distributed/evaluation.py'),
                                                     'learnerdist.distributed.evaluation.listing_metrics': ( 'distributed/evaluation.html#listing_metrics',
