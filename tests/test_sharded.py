@@ -146,11 +146,16 @@ def differs(a, b):
     assert len(xs)==len(ys)
     return max((float((torch.as_tensor(x, dtype=F64)-torch.as_tensor(y, dtype=F64)).abs().max()) for x,y in zip(xs, ys)), default=0.)
 
+class Twice(Callback):
+    "Predicts with two passes in evaluation"
+    def after_pred(self):
+        if not self.training: self.learn.pred = self.pred+self.model(-self.x)
+
 def even(**kw): return case(**{**dict(n=31, bs=12), **kw}) # a batch size that 1 to 4 ranks divide, and a last batch that they do not
 def acc(n): return lambda W: GradientAccumulation(n)
 
 same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=even(n_valid=1),
-            few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(timeout_s=20)),
+            few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(timeout_s=20)), twice=even(cbs=[lambda W: Twice()], n_valid=7),
             groups=even(splitter=two_groups, lr=[.01,.05]), lookahead=even(opt=ahead), clip=even(cbs=[lambda W: GradientClip(.5)]),
             frozen=even(model=partly_frozen), tied=even(model=tied),
             accumulation=even(cbs=[acc(24)]), odd=even(cbs=[acc(36)], n=56),
