@@ -2368,8 +2368,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'learnerdist/fastai/loaders.py'),
                                             'learnerdist.fastai.loaders.DistributedDL.__init__': ( 'fastai/loaders.html#distributeddl.__init__',
                                                                                                    'learnerdist/fastai/loaders.py'),
-                                            'learnerdist.fastai.loaders.DistributedDL.new': ( 'fastai/loaders.html#distributeddl.new',
-                                                                                              'learnerdist/fastai/loaders.py'),
                                             'learnerdist.fastai.loaders.RankOrder': ( 'fastai/loaders.html#rankorder',
                                                                                       'learnerdist/fastai/loaders.py'),
                                             'learnerdist.fastai.loaders.RankOrder.__call__': ( 'fastai/loaders.html#rankorder.__call__',

@@ -458,7 +458,7 @@ within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, 
               cancel=(Cancels, {}, lambda o: o.fit(1), 'CancelBatchException within the forward pass'),
               calls=(Net, {}, lambda o: o.fit(1, cbs=Calls()), 'calls the model on rank 0 only, which has a part of it: after the context'),
               loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'Begin with a new optimizer: learn.opt = None before the context'),
-              factored=(Net, dict(opt=factored), None, 'cannot be cut as they are. Begin with a new optimizer: learn.opt = None before the context'),
+              factored=(Net, dict(opt=factored), None, 'cannot be cut as they are. Begin with a new optimizer: learn.opt = None'),
               shapes=(Net, {}, lambda o: shard_of(torch.zeros(9), o.model.head.weight), 'a tensor of shape (9,) has no parts like'))
 
 def refused_within():

@@ -602,9 +602,10 @@ class DistributedDL(LoaderWrapper):
             same = world_size<2 or None in (n,r) or (n,r)==(world_size,rank)
             here = f'rank {rank} of {world_size}'
             need(same, f'a sampler deals rank {r} of {n} its samples, and {here} reads them')
-        given = dict(kw, **{k: v for k,v in (('global_bs',global_bs),('max_bs',max_bs)) if v})
+        if global_bs: kw['global_bs'] = global_bs
+        if max_bs: kw['max_bs'] = max_bs
         what = f'this {type(dl).__name__} is split already'
-        need(not given, f"{', '.join(given)}: {what}, so its settings are its user's")
+        need(not kw, f"{', '.join(kw)}: {what}, so its settings are its user's")
         return dl
     @classmethod
     def by_batch(cls, dl, rank, world_size, seed=0, sample_seeds=False):
@@ -613,12 +614,8 @@ class DistributedDL(LoaderWrapper):
         deal = Deal(rank, world_size, False, 1, unit='batch', whole=True)
         return dl if is_split(dl) else cls.__new__(cls)._split(dl, deal, seed, sample_seeds)
     def new(self, dataset=None, **kw):
-        """The shard of the same rank, of another data set or with other settings. dataset: another data set; None: the
-        same; kw: settings to change"""
-        dl = with_settings(self.source, dataset, **kw)
-        d = self.dealer
-        if is_split(dl): return dl
-        return copy.copy(self)._split(dl, d.deal, self.seed, d.sample_seeds)
+        "A plain loader over all the data, with another data set or other settings"
+        return with_settings(self.source, dataset, **kw)
     def set_epoch(self, epoch):
         "Select the order of an epoch. It holds until the next call: reading again gives the same order"
         self.dealer.epoch = epoch

@@ -291,8 +291,7 @@ def _(dl:DataLoader, dealer):
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c021
 class DistributedDL(core.DistributedDL):
-    """One rank's shard of a data set, as in our own, or of a loader, dealt like cards; `new` returns a loader over all
-    the data"""
+    "One rank's shard of a data set, as in our own, or of a loader, dealt like cards"
     def __init__(self, dataset,
         rank=None, world_size=None, # None: from the launcher
         *,
@@ -305,9 +304,6 @@ class DistributedDL(core.DistributedDL):
             return super().__init__(dataset, rank, world_size, seed=seed, pad=pad, **kw)
         self._split(with_settings(dataset, **kw) if kw else dataset, Deal(rank, world_size, pad), seed)
     reader = property(lambda self: getattr(self.dl, 'fake_l', None), doc="As of torch's loader; None without one")
-    def new(self, *args, **kwargs):
-        "A plain loader over all the data"
-        return self.source.new(*args, **kwargs)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #shdl01
 class ShareDL(Share, DistributedDL): "A rank's shard of the loader of a learner in a context"
