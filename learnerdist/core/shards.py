@@ -45,26 +45,20 @@ def full_tensor(t:Tensor, dst:int=None):
     t: the same tensor on every rank; dst: the only rank that gets it; None: every rank; returns: None on ranks
     other than `dst`"""
     if not is_sharded(t): return t
-    dims = [i for i,o in enumerate(t.placements) if not o.is_replicate()]
-    own = t.detach().to_local()
-    if not dims: return own
-    if len(dims)>1 or not t.placements[dims[0]].is_shard(0): return t.full_tensor()
-    parts = gather_rows(own, dst) # of replicas, the first one's
-    return None if parts is None else torch.cat(parts[:t.device_mesh.size(dims[0])])
+    if not t.placements[-1].is_shard(): return t.full_tensor() # to be added up, such as a norm
+    parts = gather_rows(t.detach().to_local(), dst)
+    n = shard_position(t)[1] # of replicas, the first one's
+    return None if parts is None else torch.cat(parts[:n])
 
 def shard_of(full:Tensor, like):
     """This rank's part of a tensor; ValueError if the shapes differ. full: on every rank; like: a part: that of `full`
     is cut as this one, and goes where this one is"""
     a,b = tuple(full.shape),tuple(like.shape)
     need(a==b, f'a tensor of shape {a} has no parts like those of {b}')
-    own,mesh = full,like.device_mesh
-    for i,o in enumerate(like.placements):
-        if not o.is_shard(): continue
-        parts = own.chunk(mesh.size(i), o.dim)
-        k = mesh.get_local_rank(i)
-        own = parts[k] if k<len(parts) else own.narrow(o.dim, 0, 0)
+    k,n,_ = shard_position(like)
+    first,end = _cut(len(full), n, k)
     # not a view, which would keep `full` in memory
-    return part_from(own.detach().to(device_of(like), copy=True), like)
+    return part_from(full[first:end].detach().to(device_of(like), copy=True), like)
 
 def device_of(part)->torch.device:
     "Where a part is, which is the CPU if it is offloaded; of one on the meta device, the device that ranks compute on"
@@ -120,8 +114,7 @@ def put_together(state, rows, n_files:int, like=None):
     cuts = {i: _cut(n, n_files, i) for i in range(n_files)}
     needed = [i for i,(s,e) in cuts.items() if s<b and a<e] or [k*n_files//W] # without rows: for the dtype
     pieces = [(rows(i)[state[_mark]],cuts[i][0]) for i in needed]
-    pieces = [(o if o.numel() else o.reshape(0, *rest),s) for o,s in pieces] # a rank without rows
-    own = torch.cat([o[max(a-s, 0):max(b-s, 0)] for o,s in pieces]) # a copy
+    own = torch.cat([o.reshape(-1, *rest)[max(a-s, 0):max(b-s, 0)] for o,s in pieces]) # a copy
     if like is None: return own
     return part_from(own.to(device_of(like)), like, torch.empty(shape, device='meta'))
 
@@ -132,10 +125,9 @@ def _cut(n, W, i):
 def shard_position(like)->tuple:
     """(this rank's number, the number) of ranks among which tensors are cut as `like`, and whether another rank has
     the same part"""
-    mesh = like.device_mesh
-    i = next(i for i,o in enumerate(like.placements) if o.is_shard())
-    at = mesh.get_coordinate()
-    return at[i],mesh.size(i),any(at[:i]+at[i+1:])
+    mesh = like.device_mesh # of replicas and of parts, or of parts
+    *replica,i = mesh.get_coordinate()
+    return i,mesh.size(mesh.ndim-1),any(replica)
 
 # %% ../../nbs/core/05_shards.ipynb #h16k02
 def on_meta(model)->dict:
