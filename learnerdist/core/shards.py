@@ -58,18 +58,11 @@ def shard_of(full:Tensor, like):
     k,n,_ = shard_position(like)
     first,end = _cut(len(full), n, k)
     # not a view, which would keep `full` in memory
-    return part_from(full[first:end].detach().to(device_of(like), copy=True), like)
+    return part_from(full[first:end].detach().to(like.to_local().device, copy=True), like, full.shape)
 
-def device_of(part)->torch.device:
-    "Where a part is, which is the CPU if it is offloaded; of one on the meta device, the device that ranks compute on"
-    if part.is_meta: return torch.device(part.device_mesh.device_type)
-    return part.detach().to_local().device
-
-def part_from(own:Tensor, like, whole=None):
-    """A part from the tensor that holds it. own: this rank's rows; like: a part, of the same shape unless `whole`
-    says so; whole: a tensor of the whole's shape"""
-    o = like if whole is None else whole
-    kw = dict(run_check=False, shape=o.shape, stride=o.stride())
+def part_from(own:Tensor, like, shape):
+    "A part from the tensor that holds it. own: this rank's rows; like: any part; shape: that of the whole"
+    kw = dict(run_check=False, shape=torch.Size(shape), stride=torch.empty(shape, device='meta').stride())
     return type(like.data).from_local(own, like.device_mesh, like.placements, **kw)
 
 # %% ../../nbs/core/05_shards.ipynb #prt05
@@ -116,7 +109,7 @@ def put_together(state, rows, n_files:int, like=None):
     pieces = [(rows(i)[state[_mark]],cuts[i][0]) for i in needed]
     own = torch.cat([o.reshape(-1, *rest)[max(a-s, 0):max(b-s, 0)] for o,s in pieces]) # a copy
     if like is None: return own
-    return part_from(own.to(device_of(like)), like, torch.empty(shape, device='meta'))
+    return part_from(own.to(like.to_local().device), like, shape)
 
 def _cut(n, W, i):
     "The rows of part i of W, as `torch.chunk` cuts"

@@ -54,9 +54,8 @@ def listed(b):
 
 # %% ../../nbs/data/02_rows.ipynb #c007
 def _columns(bs):
-    flat = [tree_flatten(b) for b in bs]
-    if any(spec!=flat[0][1] for _,spec in flat): return None
-    return [[*o] for o in zip(*[leaves for leaves,_ in flat])],flat[0][1]
+    leaves,specs = zip(*map(tree_flatten, bs))
+    return ([*map(list, zip(*leaves))],specs[0]) if all(o==specs[0] for o in specs) else None
 
 def aligned(bs:list)->tuple:
     """The leaves of several batches, side by side. Batches of different structures are leaves. bs: batches, with one

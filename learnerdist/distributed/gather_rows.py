@@ -26,9 +26,11 @@ def _described(parts, ks, ns):
     "The leaves of this rank's batches, and what other ranks need to know of them"
     if not parts: return None,dict(ks=[])
     cols,spec = aligned(parts)
-    lens = [[len(o) if getattr(o, 'ndim', hasattr(o, '__len__')) else 1 for o in col] for col in cols]
+    lens = [[*map(_n_rows, col)] for col in cols]
     template = tree_unflatten(range(len(cols)), spec) # torch's tree spec is not sent
     return cols,dict(ks=ks, ns=ns, template=template, kinds=[*map(stored_kind, cols)], lens=lens)
+
+def _n_rows(o): return len(o) if getattr(o, 'ndim', hasattr(o, '__len__')) else 1
 
 def _fit(infos):
     "Whether the batches of all ranks have one structure"

@@ -198,7 +198,8 @@ def fill_parts(model, file:dict, home, device):
     """Give the tensors of a sharded model that are on the meta device the values of a file, by name. home: the device
     of parts; device: where ranks compute, and buffers are"""
     def value(t):
-        return torch.empty_like(t, device=home if is_sharded(t) else device) if t.is_meta else t
+        if not t.is_meta: return t
+        return torch.empty_like(t, device=home if is_sharded(t) else device)
     if on_meta(model): replace_tensors(model, value) # as `to_empty`, but for those that have values
     if file: load_model(model, file)
 

@@ -184,7 +184,7 @@ def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
 # %% ../../nbs/fastai/00_loaders.ipynb #bybatch1
 class _RankBatches(RankOrder):
     "In place of `get_idxs`: the indices of a rank's batches"
-    def __call__(self): return [i for b in self.order for i in b]
+    def __call__(self): return [*chain.from_iterable(self.order)]
 
 def _of_batches(dl, dealer):
     batches = BatchSampler(_Indices(shallow(dl), dealer), dl.bs, dl.drop_last)
@@ -201,7 +201,8 @@ def _(dl:DataLoader, dealer):
 class _PaddedAlike:
     "In place of `get_idxs` and `create_batches`: pads each batch to the longest sample of the global batch"
     def __init__(self, dl, order):
-        self.dl,self.order,self.items = dl,order,_Items(dl, order.dealer)
+        self.dl,self.order = dl,order
+        self.items = _Items(dl, order.dealer)
         dl.get_idxs,dl.create_batches = self.get_idxs,self.create_batches
     def get_idxs(self):
         "The indices of a rank; stores the longest sample of each global batch"
@@ -265,7 +266,8 @@ def _(dl:LMDataLoader, dealer):
 class _EachPart:
     "In place of `get_idxs` and `create_batches`: a step's samples on all ranks, then a batch for each part of this one"
     def __init__(self, dl, order):
-        self.dl,self.order,self.items = dl,order,_Items(dl, order.dealer)
+        self.dl,self.order = dl,order
+        self.items = _Items(dl, order.dealer)
         dl.get_idxs,dl.create_batches = self.get_idxs,self.create_batches
     def get_idxs(self):
         "No indices; stores those of each part of each step"
