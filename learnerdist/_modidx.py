@@ -1025,7 +1025,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'learnerdist.data.rows._reserve': ('data/rows.html#_reserve', 'learnerdist/data/rows.py'),
                                        'learnerdist.data.rows._sized': ('data/rows.html#_sized', 'learnerdist/data/rows.py'),
                                        'learnerdist.data.rows._stored': ('data/rows.html#_stored', 'learnerdist/data/rows.py'),
-                                       'learnerdist.data.rows._undo': ('data/rows.html#_undo', 'learnerdist/data/rows.py'),
                                        'learnerdist.data.rows._written': ('data/rows.html#_written', 'learnerdist/data/rows.py'),
                                        'learnerdist.data.rows.aligned': ('data/rows.html#aligned', 'learnerdist/data/rows.py'),
                                        'learnerdist.data.rows.as_ints': ('data/rows.html#as_ints', 'learnerdist/data/rows.py'),

@@ -182,20 +182,21 @@ def row_files(folder, together=True):
     the same names; together: whether all ranks of the group write these files; if not, this process alone does;
     returns: a function of (name, shape, dtype) that makes the `StoredRows` of `<name>.npy`"""
     first = not together or group_rank()==0
-    made = []
-    with ExitStack() as stack:
+    files = []
+    with ExitStack() as stack, ExitStack() as opened: # closed after an error
         def make(name, shape, dtype):
             head = npy_header(shape, dtype)
             path = Path(folder)/f'{name}.npy'
             tmp = None
             if first: tmp = stack.enter_context(_sized(path, head, shape[0]*row_bytes(shape, dtype)))
             if together: tmp = broadcast_object(tmp)
-            made.append(StoredRows(open(tmp, 'r+b', buffering=0), shape, dtype, len(head)))
-            stack.push(partial(_undo, made[-1].file, None if first else tmp))
-            return made[-1]
+            if not first: opened.callback(Path(tmp).unlink, missing_ok=True) # rank 0 may have been killed
+            files.append(opened.enter_context(open(tmp, 'r+b', buffering=0)))
+            return StoredRows(files[-1], shape, dtype, len(head))
         yield make
-        for o in made: os.fsync(o.file.fileno())
+        for o in files: os.fsync(o.fileno())
         if together: distrib_barrier() # all ranks have written
+        opened.pop_all()
     if together: distrib_barrier() # the files have their names
 
 # %% ../../nbs/data/02_rows.ipynb #str08b
@@ -214,11 +215,6 @@ def _sized(path, head, n):
 def _reserve(fd, n):
     if hasattr(os, 'posix_fallocate'): os.posix_fallocate(fd, 0, n)
     else: os.truncate(fd, n) # macOS
-
-def _undo(file, tmp, error, *_):
-    "After an error of an exchange rank 0 may be gone, killed, which else removes its file"
-    if error: file.close()
-    if error and tmp and issubclass(error, RuntimeError): Path(tmp).unlink(missing_ok=True)
 
 # %% ../../nbs/data/02_rows.ipynb #str11
 def leaf_names(b, name:str)->list:
