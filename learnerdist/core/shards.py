@@ -40,6 +40,17 @@ def local_part(t):
     "The tensor that holds this rank's rows of a part, in the same memory; what is no part is returned as it is"
     return t.to_local() if is_sharded(t) else t
 
+def shard_position(like)->tuple:
+    """(this rank's number, the number) of ranks among which tensors are cut as `like`, and whether another rank has
+    the same part"""
+    mesh = like.device_mesh # of replicas and of parts, or of parts
+    *replica,i = mesh.get_coordinate()
+    return i,mesh.size(mesh.ndim-1),any(replica)
+
+def _cut(n, W, i):
+    "The rows of part i of W, as `torch.chunk` cuts"
+    return [min(-(-n//W)*o, n) for o in (i,i+1)]
+
 def full_tensor(t:Tensor, dst:int=None):
     """The whole of a tensor of which each rank has a part. Sync point; a tensor that is no part is returned as it is.
     t: the same tensor on every rank; dst: the only rank that gets it; None: every rank; returns: None on ranks
@@ -110,17 +121,6 @@ def put_together(state, rows, n_files:int, like=None):
     own = torch.cat([o.reshape(-1, *rest)[max(a-s, 0):max(b-s, 0)] for o,s in pieces]) # a copy
     if like is None: return own
     return part_from(own.to(like.to_local().device), like, shape)
-
-def _cut(n, W, i):
-    "The rows of part i of W, as `torch.chunk` cuts"
-    return [min(-(-n//W)*o, n) for o in (i,i+1)]
-
-def shard_position(like)->tuple:
-    """(this rank's number, the number) of ranks among which tensors are cut as `like`, and whether another rank has
-    the same part"""
-    mesh = like.device_mesh # of replicas and of parts, or of parts
-    *replica,i = mesh.get_coordinate()
-    return i,mesh.size(mesh.ndim-1),any(replica)
 
 # %% ../../nbs/core/05_shards.ipynb #h16k02
 def on_meta(model)->dict:
