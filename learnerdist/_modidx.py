@@ -1076,8 +1076,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'learnerdist/data/sharding.py'),
                                            'learnerdist.data.sharding.parts_in_use': ( 'data/sharding.html#parts_in_use',
                                                                                        'learnerdist/data/sharding.py'),
-                                           'learnerdist.data.sharding.share_len': ( 'data/sharding.html#share_len',
-                                                                                    'learnerdist/data/sharding.py'),
                                            'learnerdist.data.sharding.to_list': ( 'data/sharding.html#to_list',
                                                                                   'learnerdist/data/sharding.py'),
                                            'learnerdist.data.sharding.undeal': ( 'data/sharding.html#undeal',

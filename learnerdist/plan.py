@@ -91,6 +91,8 @@ class Planner(Callback):
         opts.comm_hook = counted_hook(opts.comm_hook)
 
     def before_fit(self):
+        # in the fake group nothing is gathered when the context ends
+        if sharded := self.learn.runner.sharded: sharded.pairs = []
         for cb in self.learn.cbs:
             modules = {o.__module__ for o in type(cb).__mro__}
             if modules&_writers or isinstance(cb, (*finder_skips,TerminateOnNaNCallback)): cb.run = False

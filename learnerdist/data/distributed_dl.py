@@ -19,7 +19,7 @@ from .loaders import is_shuffled, one_batch, pipe, read_loader
 from ..core.random import Generators,draw,map_seeded,mix_seed,no_generators,rng_state
 from ..core.random import same_streams,seed_streams,set_rng_state,shared_rng
 from ..core.stacks import need,warn
-from .sharding import Deal, epoch_order, share_len, to_list
+from .sharding import Deal, epoch_order, to_list
 from .datasets import as_it_is, at_once, columns_of
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
@@ -566,7 +566,7 @@ class DistributedDL(LoaderWrapper):
         self.source,n = dl,deal.global_bs
         if n:
             need(batch_shape(dl)[0], _own_way.format(f'this {type(dl).__name__}'), global_bs=n)
-            dl = with_settings(dl, bs=share_len(n, deal.rank, deal.world_size, False))
+            dl = with_settings(dl, bs=len(range(deal.rank, n, deal.world_size)))
         if not deal.whole:
             bs,drop_last = batch_shape(dl)
             if getattr(dl, 'batch_sampler', dl) is None: bs = 1 # torch's loader without batches

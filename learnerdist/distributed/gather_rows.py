@@ -18,7 +18,7 @@ from ..core.env import group_rank,group_size
 from ..core.stacks import warn
 from ..data.rows import Samples,StoredRows,aligned,as_ints,join_leaf,leaf_names,loosely
 from ..data.rows import row_bytes,row_files,stored_kind
-from ..data.sharding import share_len,undeal
+from ..data.sharding import undeal
 from .vote_links import Phase,SocketLinks,nameless
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017
@@ -51,7 +51,7 @@ def row_places(ks:list, lens:list)->tuple:
         first = start
         start += sum(ms.values())
         W,n = len(ms),sum(ms.values())
-        dealt = W>1 and [*ms.values()]==[share_len(n, r, W, False) for r in range(W)]
+        dealt = W>1 and [*ms.values()]==[len(range(r, n, W)) for r in range(W)]
         for j,(r,m) in enumerate(ms.items()):
             found[r][i] = range(first+j, start, W) if dealt else range(first, first+m)
             first += 0 if dealt else m

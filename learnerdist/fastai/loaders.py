@@ -23,7 +23,7 @@ from ..data import distributed_dl as core
 from ..distributed.shares import Share
 from ..data.distributed_dl import collate_parts,in_order,is_quiet
 from ..data.distributed_dl import parted,reindexed,whole_batches,with_settings
-from ..data.sharding import Deal,share_len
+from ..data.sharding import Deal
 
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
 names.update( # Private names of fastai; those of torch are in `core.compat`
@@ -256,7 +256,7 @@ class _Rows(_Streams):
 @whole_batches.register
 def _(dl:LMDataLoader, dealer):
     whole = dl.new()
-    rows = share_len(dl.bs, dealer.rank, dealer.world_size, False)
+    rows = len(range(dealer.rank, dl.bs, dealer.world_size))
     dealer.use(unit='row')
     new = _of_texts(dl, whole, _Rows(whole, dealer))
     new.bs,new.n = max(rows, 1),dl.n_batches*rows
