@@ -9,7 +9,6 @@ __all__ = []
 from contextlib import ExitStack
 from itertools import chain
 from operator import is_not
-from pathlib import Path
 
 import numpy as np,torch
 from torch import Tensor,nn
@@ -152,16 +151,13 @@ class Evaluation:
 
     def _gather(self, m, red):
         "Replace each list of `red` by what one process would have"
-        how = getattr(m, 'gather', 'all')
-        dst = 0 if how=='rank0' else None
-        folder = how if isinstance(how, Path) else None
+        dst = 0 if getattr(m, 'gather', 'all')=='rank0' else None
         found = {}
-        with storage(self.engine.links, folder) as make:
+        with storage(self.engine.links) as make:
             for obj,name,ks in self.lists:
                 if obj is not red.obj: continue
                 values = getattr(obj, name)
-                ns = getattr(m, 'ns', None)
-                found[name] = gather_batches(values, ks, ns, dst, make, name, folder is not None)
+                found[name] = gather_batches(values, ks, getattr(m, 'ns', None), dst, make)
         for name,got in found.items(): setattr(red.obj, name, self.adapter.as_kept(m, name, got))
 
     def _keep(self):
