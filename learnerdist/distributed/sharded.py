@@ -175,8 +175,8 @@ class Passes:
 
     @torch.no_grad()
     def end_batch(self, xb:tuple):
-        """After a batch of evaluation with the inputs `xb`, once: if this rank has not run the model, as it had no batch
-        or cancelled it, it does so now. Sync point"""
+        """After a batch of evaluation with the inputs `xb`, once: if this rank has not run the model, since it had no
+        batch or cancelled it, it does so now. Sync point"""
         if not self.begun: return
         self.begun = False
         if self.n: self.usual = self.n
