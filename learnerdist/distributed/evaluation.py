@@ -249,8 +249,10 @@ def listing_metrics(learn)->dict:
     another rank needs one, to gather them"""
     res = {}
     for name,o in objects_beside(learn).items():
-        for k,m in o.named_modules(prefix=name) if isinstance(o, nn.Module) else ():
-            lists = [v for v in (getattr(m, s) for s in metric_state(m)) if isinstance(v, list)]
+        if not isinstance(o, nn.Module): continue
+        for k,m in o.named_modules(prefix=name):
+            state = [getattr(m, s) for s in metric_state(m)]
+            lists = [v for v in state if isinstance(v, list)]
             ts = tree_leaves(lists)
             if lists: res[k] = any(t.ndim!=1 or t.dtype!=m.dtype for t in ts) if ts else None
     return res

@@ -54,7 +54,7 @@ def row_places(ks:list, lens:list)->tuple:
             found[r][i] = range(first+j, start, W) if dealt else range(first, first+m)
             first += 0 if dealt else m
     sizes = [sum(rows[i].values()) for i in sorted(rows)]
-    return [[own[i] for i in k] for own,k in zip(found, ks)],sizes
+    return [[*map(own.get, k)] for own,k in zip(found, ks)],sizes
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath1
 class Gathered:
