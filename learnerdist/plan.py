@@ -89,10 +89,10 @@ class Planner(Callback):
         opts,self.steps = engine.opts,0
         engine.findings.mode = False # the self-check would evaluate samples of all ranks
         opts.comm_hook = counted_hook(opts.comm_hook)
-        # else the end of the context would make it whole
-        if opts.shard: opts.shard = opts.shard._replace(keep_sharded=True)
 
     def before_fit(self):
+        # in the fake group nothing is gathered when the context ends
+        if sharded := self.learn.runner.sharded: sharded.pairs = []
         for cb in self.learn.cbs:
             modules = {o.__module__ for o in type(cb).__mro__}
             if modules&_writers or isinstance(cb, (*finder_skips,TerminateOnNaNCallback)): cb.run = False

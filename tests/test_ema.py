@@ -221,7 +221,7 @@ def test_ranks(W, alone):
     assert len({digest([o['average'] for o in res.values()]) for res in every})==1
 
 def drifted():
-    "Ranks whose averages differ, of fits alone: rank 0's is everyone's; parts that stay from context to context"
+    "Ranks whose averages differ, of fits alone: rank 0's is everyone's, also of a sharded model"
     learn = make(cbs=EMA(.7))
     torch.manual_seed(rank_distrib())
     learn.fit(1)
@@ -229,12 +229,8 @@ def drifted():
     with learn.distrib_ctx(): learn.fit(0+1)
     res = own,digest(learn.ema.weights)
     if fsdp_on_cpu:
-        for _ in range(2):
-            with learn.distrib_ctx(shard=dict(keep_sharded=True)): learn.fit(1)
-            assert all(t.is_meta for t in learn.ema.weights.values())
-        with learn.distrib_ctx(shard=True): pass
+        with learn.distrib_ctx(shard=True): learn.fit(1)
         with learn.distrib_ctx(shard=True), learn.ema.apply(): learn.get_preds()
-        assert not any(t.is_meta for t in learn.ema.weights.values())
     return (*res,digest(learn.ema.weights))
 
 def test_equal_ranks():

@@ -1,12 +1,11 @@
-"`get_preds(gather=…)`: shared memory, rank 0 alone, and files that all ranks write, of both Learners; exact for any shares"
-import errno,functools,os,resource,signal,warnings
+"`get_preds(gather=…)`: shared memory, and rank 0 alone, of both Learners; exact for any shares"
+import errno,functools,os,resource,tempfile,warnings
 from pathlib import Path
-import numpy as np, pytest, torch, torch.distributed as dist
+import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 from learnerdist.all import Callback, CancelBatchException, DataLoaders, Learner, TfmdDL, group_rank, process_group
-from learnerdist.data import rows as data_rows
-from learnerdist.data.rows import StoredRows,row_files
+from learnerdist.data.rows import StoredRows
 from learnerdist.testing import run_ranks
 
 pytest.importorskip('fastai')
@@ -34,29 +33,24 @@ def leaves(o):
 
 cases = [('narrow', 13),('wide', 13),('nested', 13),('nested', 1),('wide', 2),('boxes', 7)] # one or two samples: ranks without any
 
-def gathers(folder):
+def gathers():
     res = {}
     for name,n in cases:
         learn = make(name, n)
         with learn.distrib_ctx(seed=1):
-            out = folder/f'{name}{n}'
-            got = {'all': learn.get_preds(with_input=True), 'rank0': learn.get_preds(gather='rank0'),
-                   'file': learn.get_preds(gather=out, with_input=True, with_loss=False),
-                   'again': learn.get_preds(gather=out)} # replaces the files
-            files = {o.name: stored_kind(o) for o in out.iterdir()}
-            for t in torch.utils._pytree.tree_leaves((got['all'],got['file'])):
+            got = {'all': learn.get_preds(with_input=True), 'rank0': learn.get_preds(gather='rank0')}
+            for t in torch.utils._pytree.tree_leaves(got['all']):
                 if name!='boxes' and t.dtype!=torch.bool: t += group_rank()+1 # each rank's own
             dist.barrier() if dist.is_initialized() else None
-            again = learn.get_preds(gather=out)
-            res[name,n] = {k: leaves(o) for k,o in got.items()},files,leaves(again)
+            res[name,n] = {k: leaves(o) for k,o in got.items()}
     return res
 
-def rank_answers(kind, folder):
+def rank_answers(kind):
     "All that is asked of ranks"
-    res = dict(gathers=on_rank(gathers, folder))
+    res = dict(gathers=on_rank(gathers))
     if kind!='together': return res
     differ = [rank_differs(o) for o in ('get_preds','validate')]
-    return dict(res, skips=on_rank(skips, folder/'skips'), differ=differ, fastai=rank_fastai())
+    return dict(res, skips=on_rank(skips), differ=differ, fastai=rank_fastai())
 
 def on_rank(f, *args):
     with process_group(), warnings.catch_warnings():
@@ -64,18 +58,13 @@ def on_rank(f, *args):
         return f(*args)
 
 @pytest.fixture(scope='module')
-def ranks(tmp_path_factory):
-    "Two ranks of one machine; three of three machines with a shared file system"
+def ranks():
+    "Two ranks of one machine; three of three machines"
     @functools.cache
     def ranks(kind):
-        path = tmp_path_factory.mktemp(kind)
         env = dict(LOCAL_WORLD_SIZE=1) if kind=='apart' else None
-        return run_ranks(rank_answers, 2 if kind=='together' else 3, kind, path, env=env, timeout_s=240),path
+        return run_ranks(rank_answers, 2 if kind=='together' else 3, kind, env=env, timeout_s=240)
     return ranks
-
-def stored_kind(path):
-    a = np.load(path, mmap_mode='r')
-    return str(a.dtype),a.shape
 
 def bumped(o, by):
     if isinstance(o, dict): return {k: bumped(v, by) for k,v in o.items()}
@@ -84,48 +73,34 @@ def bumped(o, by):
 def plus(o, by): return torch.tensor(o[1], dtype=getattr(torch, o[0][6:])).add(by).tolist()
 
 @pytest.mark.parametrize('kind', ['alone', 'together', 'apart'])
-def test_everything_as_in_one_process(kind, ranks, tmp_path):
+def test_everything_as_in_one_process(kind, ranks):
     want = {}
     for name,n in cases:
         rows = make(name, n).get_preds(with_input=True)
         want[name,n] = leaves(rows)
-    found,tmp_path = ([dict(gathers=on_rank(gathers, tmp_path))],tmp_path) if kind=='alone' else ranks(kind)
+    found = [dict(gathers=on_rank(gathers))] if kind=='alone' else ranks(kind)
     for r,res in enumerate(o['gathers'] for o in found):
-        for case,(got,files,again) in res.items():
-            more = 0 if case[0]=='boxes' else r+1
-            assert got['all']==bumped(want[case], more) and again==want[case][1:], case
-            assert got['file']==bumped(want[case], more), case
-            assert got['again']==want[case][1:] and got['rank0']==(want[case][1:] if r==0 else [None,None])
-            assert set(files)<=expected_files(case)
-            assert len(files)==len(expected_files(case)) or case[0]=='boxes'
-    assert stored_kind(tmp_path/'nested13'/'preds.wide.npy')==('float32',(13, 1200))
-    assert np.load(tmp_path/'wide13'/'preds.npy').tolist()==want['wide', 13][1][1]
-
-def expected_files(case):
-    if case[0]=='boxes': return {'inputs.npy','targets.npy'}
-    preds = [f'preds.{o}.npy' for o in ('wide','few.0','few.1','few.2')] if case[0]=='nested' else ['preds.npy']
-    return {'inputs.npy','targets.npy',*preds}
+        for case,got in res.items():
+            assert got['all']==bumped(want[case], 0 if case[0]=='boxes' else r+1), case
+            assert got['rank0']==(want[case][1:] if r==0 else [None,None]), case
 
 class Skips(Callback):
     "A batch that rank 0 leaves out"
     def before_batch(self):
         if self.iter==1 and group_rank()==0: raise CancelBatchException
 
-def skips(folder):
+def skips():
     learn = make('wide', 13, cbs=[Skips()])
-    with learn.distrib_ctx(): return [leaves(learn.get_preds(**kw)[1]) for kw in ({}, dict(gather=folder))]
+    with learn.distrib_ctx(): return leaves(learn.get_preds()[1])
 
 def test_a_cancelled_batch_has_no_rows(ranks):
-    for o in ranks('together')[0]: assert o['skips']==[('torch.int64',[0,1,2,3,4,5,9,10,11,12])]*2 # not 6, 7, 8
+    for o in ranks('together'): assert o['skips']==('torch.int64',[0,1,2,3,4,5,9,10,11,12]) # not 6, 7, 8
 
 # --- errors -----------------------------------------------------------------------------------------------------------------
 
-def test_what_gather_may_be(tmp_path):
-    learn = make('narrow', 3)
-    for how in ('rank1', str(tmp_path), None):
-        with pytest.raises(ValueError, match='gather=.*pathlib.Path'): learn.get_preds(gather=how)
-    (tmp_path/'file').touch()
-    with pytest.raises(OSError): learn.get_preds(gather=tmp_path/'file')
+def test_what_gather_may_be():
+    for how in ('rank1', None, Path('out')):
+        with pytest.raises(ValueError, match="gather=.*: give 'all' or 'rank0'"): make('narrow', 3).get_preds(gather=how)
 
 def full(): raise OSError(errno.ENOSPC, 'No space left on device')
 
@@ -147,43 +122,14 @@ def rank_keeps_an_error():
 
 def test_memory_of_a_failed_call_is_freed_though_its_error_is_kept(): assert run_ranks(rank_keeps_an_error, 2)==[(0, 2)]*2
 
-def rank_full(folder, how):
-    if how=='limit': resource.setrlimit(resource.RLIMIT_FSIZE, (10000, resource.RLIM_INFINITY)) # bytes of a file
-    with process_group():
-        if how=='write' and group_rank()==1: os.pwrite = lambda *args: full()
-        if how=='kill' and group_rank()==0: StoredRows.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-        learn = make('wide', 13)
-        try:
-            with learn.distrib_ctx(): learn.get_preds(gather=Path(folder))
-        except Exception as e: return type(e).__name__,str(e)
-
-@pytest.mark.parametrize('how', ['limit', 'write', 'kill'])
-def test_a_full_disk_and_a_dead_rank_leave_nothing(how, tmp_path):
-    out = tmp_path/'out'
-    out.mkdir()
-    (out/'preds.npy').write_text('old')
-    res = run_ranks(rank_full, 2, str(out), how, errors='return')
-    assert [o.name for o in out.iterdir()]==['preds.npy'] and (out/'preds.npy').read_text()=='old'
-    if how=='limit':
-        assert res[0][0]=='OSError' and '62,4' in res[0][1]
-        assert res[1][0]=='RankError' and 'rank 0 failed with OSError' in res[1][1]
-    if how=='write': assert res[1][0]=='OSError' and res[0][0]=='RankError' and 'No space left' in res[0][1]
-    if how=='kill': assert res[0].kind=='ProcessDied' and res[1] # what the other one hears is the system's
-
-def test_a_full_disk_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_rows.os, 'posix_fallocate', lambda *args: full())
-    with pytest.raises(OSError, match='62,4.. bytes of rows'): make('wide', 13).get_preds(gather=tmp_path)
-    assert not [*tmp_path.iterdir()]
-
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float16, torch.bool, torch.uint8, torch.int16, torch.int64, torch.complex64])
 @pytest.mark.parametrize('shape', [(), (3,), (0,), (700, 2)])
-def test_numpy_reads_each_kind(dtype, shape, tmp_path):
+def test_rows_of_each_kind(dtype, shape):
     rows = (torch.randn(5, *shape)*3).to(dtype)
-    with row_files(tmp_path, together=False) as make:
-        got = make('a', rows.shape, dtype)
-        got.write(range(0, 5, 2), rows[::2])
-        for i in (3,1): got.write(range(i, i+1), rows[i:i+1])
-    assert torch.equal(got.read(), rows) and np.load(tmp_path/'a.npy').tolist()==rows.tolist()
+    got = StoredRows(tempfile.TemporaryFile(buffering=0), rows.shape, dtype)
+    got.write(range(0, 5, 2), rows[::2])
+    for i in (3,1): got.write(range(i, i+1), rows[i:i+1])
+    assert torch.equal(got.read(), rows)
 
 def fastai_learner(n, name='narrow'):
     from fastai.data.core import DataLoaders as FastaiLoaders
@@ -214,7 +160,7 @@ def rank_fastai():
 def test_fastais_learner(kind, ranks):
     import learnerdist.fastai # noqa: F401
     want = {n: leaves(fastai_learner(n, 'wide').get_preds(with_input=True, with_decoded=True)) for n in (13,1)}
-    for r,res in enumerate([rank_fastai()] if kind=='alone' else [o['fastai'] for o in ranks(kind)[0]]):
+    for r,res in enumerate([rank_fastai()] if kind=='alone' else [o['fastai'] for o in ranks(kind)]):
         for n in (13,1):
             whole,rank0,targs = res[n]
             assert same(whole, want[n]) and targs==[None,want[n][2]]
@@ -236,7 +182,7 @@ def rank_differs(do):
         except Exception as e: return str(e)
 
 def test_batches_that_were_not_seen_once_are_an_error(ranks):
-    for messages in sum((o['differ'] for o in ranks('together')[0]), []):
+    for messages in sum((o['differ'] for o in ranks('together')), []):
         assert 'evaluated 4, 2 batches, 6 in all' in messages and 'have counted 7, 5' in messages
 
 def rank_leaves_open():
@@ -256,20 +202,18 @@ def test_a_file_in_memory_is_no_longer_than_its_rows(): assert run_ranks(rank_sh
 
 def no_rows_in_memory(x): return dict(sparse=x.to_sparse(), quantized=torch.quantize_per_tensor(x, .1, 0, torch.qint8))
 
-def rank_no_rows_in_memory(folder):
+def rank_no_rows_in_memory():
     with process_group(), warnings.catch_warnings():
         warnings.simplefilter('ignore')
         learn = Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(7)), 3)]*2), Fn(no_rows_in_memory), zero)
-        with learn.distrib_ctx():
-            found = [learn.get_preds(gather=o)[0] for o in ('all',folder)]
-            return [(type(o['sparse']),o['sparse'].is_sparse,o['sparse'].to_dense(),o['quantized'].dequantize()) for o in found]
+        with learn.distrib_ctx(): o = learn.get_preds()[0]
+        return type(o['sparse']),o['sparse'].is_sparse,o['sparse'].to_dense(),o['quantized'].dequantize()
 
-def test_tensors_whose_rows_are_no_bytes(tmp_path):
+def test_tensors_whose_rows_are_no_bytes():
     x = xy(7)[0]
-    for res in [rank_no_rows_in_memory(tmp_path),*run_ranks(rank_no_rows_in_memory, 2, tmp_path)]:
-        for cls,is_sparse,sparse,quantized in res:
-            assert (cls,is_sparse)==(torch.Tensor,True) and torch.equal(sparse, x)
-            assert torch.allclose(quantized, x, atol=.051)
+    for cls,is_sparse,sparse,quantized in [rank_no_rows_in_memory(),*run_ranks(rank_no_rows_in_memory, 2)]:
+        assert (cls,is_sparse)==(torch.Tensor,True) and torch.equal(sparse, x)
+        assert torch.allclose(quantized, x, atol=.051)
 
 def rank_too_many_files(who, at_end):
     "No file more can be opened; at_end: nor while the error is handled"

@@ -1,7 +1,6 @@
 "`distrib_ctx(shard=…)`: the run of one process, whatever is trained and evaluated; files, and the way out of the context"
 import copy, functools, itertools, os, signal, traceback, warnings
 import pytest, torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -10,8 +9,7 @@ from learnerdist.all import (Callback, CancelBackwardException, CancelBatchExcep
                              CancelTrainException, DataLoaders, EarlyStoppingCallback,
                              GradientAccumulation, GradientClip, Learner, Lookahead,
                              group_rank, group_size, process_group, rank_distrib)
-from learnerdist.core.compat import fsdp_on_cpu, full_grads
-from learnerdist.core.env import shared_store, wait_key
+from learnerdist.core.compat import fsdp_on_cpu
 from learnerdist.core.shards import is_sharded, load_opt, map_tensors, shard_of, full_tensor
 from learnerdist.distributed import sharded as sharded_module
 from learnerdist.learner.callback import cancels, inner_events
@@ -102,13 +100,17 @@ def run(c, W=1, rank=0, sharded=False):
         res = dict(start=start, values=numbers(learn), losses=list(learn.recorder.losses), lrs=list(learn.recorder.lrs), n=learn.train_iter,
                    preds=learn.get_preds(), norms=[x for cb in learn.cbs for x in getattr(cb, 'norms', [])],
                    short=learn.get_preds(dl=DataLoader(data(1, 7), 3)))
-    assert sharded
-    assert all(params[k] is p or params[k].is_meta for k,p in learn.model.named_parameters())
+        whole = [map_tensors(o.state_dict(), full_tensor) for o in (learn.model,learn.opt)]
+    assert sharded and all(params[k] is p for k,p in learn.model.named_parameters())
     assert [(type(m),{*vars(m)}) for m in learn.model.modules()]==before
     copy.deepcopy(learn.model)
-    res['params'] = {k: p.detach().clone() for k,p in learn.model.state_dict().items()}
-    res['opt'] = {k: {n: torch.as_tensor(v).clone() for n,v in s.items()} for k,s in learn.opt.state_dict().get('state', {}).items()}
-    with learn.no_logging(): learn.fit(1) # alone, with the state of the optimizer
+    on_meta = any(p.is_meta for p in learn.model.parameters()) # as it was: nobody has the whole
+    model,opt = whole if on_meta else (learn.model.state_dict(),learn.opt.state_dict())
+    res['params'] = {k: p.detach().clone() for k,p in model.items()}
+    res['opt'] = {k: {n: torch.as_tensor(v).clone() for n,v in s.items()} for k,s in opt.get('state', {}).items()}
+    if on_meta: assert learn.opt is None
+    else:
+        with learn.no_logging(): learn.fit(1) # alone, with the state of the optimizer
     return res
 
 def rank_runs(cases):
@@ -121,8 +123,7 @@ def answers(key): return [o[key] for o in on_two_ranks()]
 def rank_answers():
     "All that is asked of two ranks, but for the runs of `same`"
     both = False,True
-    return dict(exchanges=[exchanges(o, 12) for o in both], left_within=[in_group(left_within, o, 2) for o in both],
-                left_by=left_by('raise'), lower=[in_group(lower, o) for o in both],
+    return dict(left_within=in_group(left_within, 2), left_by=left_by('raise'), lower=[in_group(lower, o) for o in both],
                 half={(o,k): in_group(half, o, k) for o in both for k in ('fp16','bf16')},
                 refusals=refusals(), muon=in_group(muon), refused_within=refused_within(), offloaded=offloaded())
 
@@ -145,18 +146,21 @@ def differs(a, b):
     assert len(xs)==len(ys)
     return max((float((torch.as_tensor(x, dtype=F64)-torch.as_tensor(y, dtype=F64)).abs().max()) for x,y in zip(xs, ys)), default=0.)
 
+class Twice(Callback):
+    "Predicts with two passes in evaluation"
+    def after_pred(self):
+        if not self.training: self.learn.pred = self.pred+self.model(-self.x)
+
 def even(**kw): return case(**{**dict(n=31, bs=12), **kw}) # a batch size that 1 to 4 ranks divide, and a last batch that they do not
 def acc(n): return lambda W: GradientAccumulation(n)
 
 same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=even(n_valid=1),
-            few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(timeout_s=20)),
+            few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(timeout_s=20)), twice=even(cbs=[lambda W: Twice()], n_valid=7),
             groups=even(splitter=two_groups, lr=[.01,.05]), lookahead=even(opt=ahead), clip=even(cbs=[lambda W: GradientClip(.5)]),
             frozen=even(model=partly_frozen), tied=even(model=tied),
             accumulation=even(cbs=[acc(24)]), odd=even(cbs=[acc(36)], n=56),
-            once=even(cbs=[acc(24),lambda W: GradientClip(.5)], shard=dict(sync_once=True), fits=(1,2)),
-            once_odd=even(cbs=[acc(36)], n=56, opt=sgd, shard=dict(sync_once=True, blocks=Layer)),
             recurrent=even(model=Recurrent), batchnorm=even(model=bn, n=36), root=even(shard=dict(blocks=lambda m: False)),
-            linears=even(shard=dict(blocks=[nn.Linear])), tied_blocks=even(model=tied_layers, shard=dict(blocks=Layer)),
+            linears=even(shard=dict(blocks=[nn.Linear])),
             light=even(model=light), kept=even(shard=dict(reshard=False)), dropped=even(shard=dict(blocks=Layer, reshard=True)),
             stopping=even(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(5,)))
 
@@ -164,44 +168,13 @@ same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=eve
 @pytest.mark.parametrize('W', [pytest.param('some', marks=pytest.mark.slow), *(pytest.param(o, marks=pytest.mark.long) for o in (1,2,3,4))])
 def test_same_run(W):
     "Some on two ranks: one of each kind"
-    more = ('sgd','few','groups','accumulation','linears','kept','once_odd','stopping') if W=='some' else ()
+    more = ('sgd','few','groups','accumulation','linears','kept','stopping') if W=='some' else ()
     cases = {k: c for k,c in same.items() if k not in more}
     alone = {k: run(c) for k,c in cases.items()}
     for ranks in run_ranks(rank_runs, 2 if W=='some' else W, cases, timeout_s=600):
         assert {k: d for k in cases if (d := differs(alone[k], ranks[k]))>1e-9} == {}
 
-# --- one exchange for several micro-batches ------------------------------------------------------------------------------------
-
-class Exchanges(Callback):
-    "How many reduce-scatters there were in each training batch, and the bytes of gradients that FSDP2 held back by its end"
-    order = 800
-    def before_fit(self):
-        self.n,self.counts,self.held,self.real = 0,[],[],getattr(dist, reduce_scatter)
-        def counted(*args, **kw):
-            self.n += 1
-            return self.real(*args, **kw)
-        setattr(dist, reduce_scatter, counted)
-    def after_batch(self):
-        if not self.training: return
-        self.counts.append(self.n)
-        self.held.append(sum(t.nbytes for t in full_grads(self.model)))
-        self.n = 0
-    def after_fit(self): setattr(dist, reduce_scatter, self.real)
-
-reduce_scatter = next(o for o in ('reduce_scatter_single','reduce_scatter_tensor') if hasattr(dist, o)) # a newer torch, an older one
-
-def exchanges(once, n_acc):
-    with process_group():
-        learn = make(case(n=21, cbs=[acc(n_acc),lambda W: Exchanges()]), group_size())
-        with learn.no_logging(), learn.distrib_ctx(seed=3, shard=dict(sync_once=once)): learn.fit(1)
-        return learn.exchanges.counts,learn.exchanges.held,sum(p.nbytes for p in learn.model.parameters())
-
-@needs_fsdp2
-def test_one_exchange_for_a_step_of_an_accumulation():
-    "Three layers and the rest of the model, four micro-batches: a step after two of them. Until then a rank has whole gradients"
-    for once,counts,held in ((False,[4,4,4,4],[0,0,0,0]), (True,[0,4,0,4],[1,0,1,0])):
-        for found,bytes_held,size in (o[once] for o in answers('exchanges')):
-            assert found==counts and bytes_held==[o*size for o in held]
+# --- cancelled ----------------------------------------------------------------------------------------------------------------
 
 class Left(Callback):
     "Leaves the loop in the middle of an accumulation, on one rank; a layer is frozen before the next one"
@@ -209,16 +182,16 @@ class Left(Callback):
         if self.training and self.learn.iter==2 and group_rank()==group_size()-1: raise CancelTrainException
     def after_epoch(self): self.model.layers[0].requires_grad_(False)
 
-def left_within(once, W=1):
+def left_within(W=1):
     learn = make(case(n=24, opt=sgd, cbs=[acc(12),lambda W: Left()]), W)
-    with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': dict(sync_once=once)} if W>1 else {})):
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': True} if W>1 else {})):
         for _ in range(2): learn.fit(2)
     return [p.detach().clone() for p in learn.model.parameters()]
 
 @needs_fsdp2
 def test_gradients_of_an_incomplete_accumulation_are_dropped():
-    alone = left_within(False)
-    assert all(differs(alone, o)<1e-9 for found in answers('left_within') for o in found)
+    alone = left_within()
+    for found in answers('left_within'): assert differs(alone, found)<1e-9
 
 class Cancel(Callback):
     "Raises once at an event, on one rank; at one of a batch in batch `i`"
@@ -255,7 +228,7 @@ def cancelled(shard):
 @needs_fsdp2
 @pytest.mark.parametrize('W', [2, 3])
 def test_cancelled_as_with_ddp(W):
-    "On one rank, and on all: at the first batch, before the order of the blocks is known, and at a later one"
+    "On one rank, and on all: at the first batch, and at a later one"
     for a,b in zip(*(run_ranks(in_group, W, cancelled, o, timeout_s=900) for o in (False,True))):
         assert {k: d for k in a if (d := differs(a[k], b[k]))>1e-9} == {}
 
@@ -293,7 +266,7 @@ def test_a_dead_rank_takes_its_part_along():
 
 # --- replicas, half precision, calls by rank 0 --------------------------------------------------------------------------------
 
-@pytest.mark.long # test_a_replica_on_each_machine has them, too
+@pytest.mark.long # test_a_mesh_of_replicas has them, too
 @needs_fsdp2
 def test_replicas_of_a_sharded_model():
     "Two ranks hold the model, and two others its replica"
@@ -302,23 +275,22 @@ def test_replicas_of_a_sharded_model():
     alone = {k: run(c) for k,c in some.items()}
     for ranks in run_ranks(rank_runs, 4, some): assert {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9} == {}
 
-def by_node(local):
-    "What `replicas='node'` makes of ranks on machines of so many"
-    os.environ['LOCAL_WORLD_SIZE'],os.environ['LOCAL_RANK'] = str(local),str(rank_distrib()%local)
+def replicated():
+    "The mesh and the weights of two replicas"
     with process_group():
         learn = make(case(n=24, bs=12), group_size())
-        with learn.no_logging(), learn.distrib_ctx(seed=3, shard=dict(replicas='node')):
+        with learn.no_logging(), learn.distrib_ctx(seed=3, shard=dict(replicas=2)):
             learn.fit(2)
             mesh = next(learn.model.parameters()).device_mesh
             shape,ranks = tuple(mesh.shape),mesh.mesh.tolist()
         return shape,ranks,[p.detach().clone() for p in learn.model.parameters()]
 
 @needs_fsdp2
-def test_a_replica_on_each_machine():
-    "Two machines of two ranks, rehearsed: rows of the mesh are machines"
+def test_a_mesh_of_replicas():
+    "Its rows are ranks that follow each other, as those of a machine do"
     learn = make(case(n=24, bs=12))
     with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2)
-    for shape,ranks,params in run_ranks(by_node, 4, 2):
+    for shape,ranks,params in run_ranks(replicated, 4):
         assert (shape,ranks)==((2,2), [[0,1],[2,3]]) and differs(list(learn.model.parameters()), params)<1e-9
 
 class Dtypes(Callback):
@@ -424,9 +396,6 @@ refused = dict(text=(net, dict(shard='nodes'), 'give True, or a dict of options,
     unknown=(net, dict(shard=dict(block=1)), "'block' is no option; give blocks, reshard"),
     replicas_0=(net, dict(shard=dict(replicas=0)), 'replicas=0: give the number of copies'),
     replicas_3=(net, dict(shard=dict(replicas=3)), 'replicas=3 does not divide 2 ranks: give a divisor of 2'),
-    reshard=(net, dict(shard=dict(reshard=2)), 'reshard=2: give True, False, or None'),
-    sync_once=(net, dict(shard=dict(sync_once='x')), "sync_once='x': give True or False"),
-    offload_kind=(net, dict(shard=dict(offload=1)), 'offload=1: give True or False'),
     offload=(net, dict(shard=dict(offload=True)), 'trains on the CPU, in whose memory the weights are: leave it out'),
     ddp_option=(net, dict(shard=True, find_unused_parameters=True), 'find_unused_parameters: of DDP, and without a meaning'),
     comm_hook=(net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'),
@@ -483,23 +452,14 @@ def factored(m, lr):
         for p in g['params']: opt.state[p] = dict(rows=torch.zeros(len(p)+1, dtype=F64))
     return opt
 
-def alone_in_evaluation(learn):
-    if not rank_distrib():
-        wait_key(shared_store(), 'told', 60)
-        raise KeyError # so that the ranks meet on the way out, and none waits for the other
-    try:
-        with process_group(timeout_s=3): learn.runner.sharded.join_batch() # as if it had no batch, while others have
-    finally: shared_store().set('told', 'told')
-
 def load_factored(learn): load_opt(learn.opt, {**learn.opt.state_dict(), 'state': {0: dict(rows=torch.zeros(9))}})
 
 within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, idle.bias: freeze what takes no part in the loss'),
               cancel=(Cancels, {}, lambda o: o.fit(1), 'CancelBatchException within the forward pass'),
               calls=(Net, {}, lambda o: o.fit(1, cbs=Calls()), 'calls the model on rank 0 only, which has a part of it: after the context'),
-              loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'Begin with a new optimizer: fit(…, reset_opt=True)'),
-              factored=(Net, dict(opt=factored), None, 'cannot be cut as they are: set learn.opt = None before the context'),
-              shapes=(Net, {}, lambda o: shard_of(torch.zeros(9), o.model.head.weight), 'a tensor of shape (9,) has no parts like'),
-              alone=(Net, {}, alone_in_evaluation, 'no rank has run the model in 3 s: validate and predict on all ranks'))
+              loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'Begin with a new optimizer: learn.opt = None before the context'),
+              factored=(Net, dict(opt=factored), None, 'cannot be cut as they are. Begin with a new optimizer: learn.opt = None'),
+              shapes=(Net, {}, lambda o: shard_of(torch.zeros(9), o.model.head.weight), 'a tensor of shape (9,) has no parts like'))
 
 def refused_within():
     messages = {}
@@ -516,8 +476,8 @@ def refused_within():
 
 @needs_fsdp2
 def test_refused_within_the_context():
-    for rank,messages in enumerate(answers('refused_within')):
-        assert {k: messages.get(k) for k,(*_,why) in within.items() if why not in messages.get(k, '') and (k!='alone' or rank)}=={}
+    for messages in answers('refused_within'):
+        assert {k: messages.get(k) for k,(*_,why) in within.items() if why not in messages.get(k, '')}=={}
 
 def offloaded():
     "As on a GPU, but for the check of the device: what FSDP2 was given, and the runs"

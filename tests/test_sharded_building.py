@@ -1,12 +1,13 @@
-"Models that no rank holds whole: on the meta device, with weights from a file, and contexts that end without gathering"
+"Models that no rank holds whole: on the meta device, with weights from a file"
 import json, re, zlib
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from learnerdist.all import DataLoaders, Learner, distrib_barrier, group_rank, group_size, process_group, rank_distrib
+from learnerdist.all import EMA, DataLoaders, Learner, distrib_barrier, group_rank, group_size, process_group, rank_distrib
 from learnerdist.core.weights import save_sealed, save_tensors
 from learnerdist.core import weights
+from learnerdist.core.shards import full_tensor, map_tensors
 from learnerdist.distributed import sharded
 from learnerdist.learner import saving
 from learnerdist.testing import run_ranks
@@ -96,7 +97,7 @@ def read_by_rank(file, later):
         learn = learner(big if later else meta_big)
         place = saving if later else sharded
         place.load_model,weights.zlib = spy,summed = Mapped(place.load_model),Summed()
-        with learn.distrib_ctx(shard=dict(keep_sharded=True, **({} if later else dict(weights=file)))):
+        with learn.distrib_ctx(shard=later or dict(weights=file)):
             if later: learn.load(str(file.with_suffix('')), with_opt=False)
         return spy.kb,summed.n/1024
 
@@ -122,7 +123,7 @@ def damaged(folder, names):
             with process_group():
                 learn = learner(whole_net if later else meta_net, folder)
                 try:
-                    with learn.distrib_ctx(shard=dict(keep_sharded=True, **({} if later else dict(weights=folder/name)))):
+                    with learn.distrib_ctx(shard=later or dict(weights=folder/name)):
                         if later: learn.load(folder/name.removesuffix('.pth'))
                 except ValueError as e: messages[name,later] = str(e)
     return messages
@@ -150,45 +151,43 @@ def test_damage_is_noticed_by_all_ranks(W, tmp_path):
 
 refused = dict(fit=lambda o: o.fit(1), validate=lambda o: o.validate(), get_preds=lambda o: o.get_preds(), save=lambda o: o.save('x'),
                predict=lambda o: o.predict(torch.zeros(6, dtype=F64)), export=lambda o: o.export(), load=lambda o: o.load('a'),
-               safetensors=lambda o: o.save('x.safetensors'),
-               ddp=lambda o: enters(o), replicas=lambda o: enters(o, shard=dict(replicas=2)))
+               safetensors=lambda o: o.save('x.safetensors'), ddp=lambda o: enters(o))
 
-def enters(learn, **kw):
-    with learn.distrib_ctx(**kw): pass
+def enters(learn):
+    with learn.distrib_ctx(): pass
 
-def keep(path):
-    "Two contexts that keep parts, and a third that gathers; what the calls in between say"
-    with process_group():
-        learn,messages = learner(whole_net, path),{}
-        for i,how in enumerate([dict(keep_sharded=True), dict(keep_sharded=True, blocks=Block), True]):
-            with learn.no_logging(), learn.distrib_ctx(seed=3, shard=how):
-                learn.fit(1)
-                if not i: learn.save('a')
-            if how is True: break
-            held = sum(o.stored.own.numel() for o in learn.model.parameters())
-            for k,f in refused.items():
-                try: f(learn)
-                except ValueError as e: messages[k] = str(e)
-                else: messages[k] = ''
-            distrib_barrier()
-        res = [p.detach().clone() for p in learn.model.parameters()],[list(o) for o in learn.recorder.values]
-        with learn.no_logging(): learn.fit(1) # alone, with the optimizer's state
-        return messages,held,res
+def twice(path, model=whole_net, **kw):
+    "Two contexts, the second after a load of what the first saved; what calls after each say"
+    learn,messages = learner(model, path).add_cb(EMA(.7)),{}
+    if not kw: learn.load(path/'start')
+    for i in range(2):
+        with learn.no_logging(), learn.distrib_ctx(seed=3, **kw):
+            if i: learn.load('a')
+            learn.fit(1)
+            learn.save('a')
+            res = map_tensors([learn.model.state_dict(),learn.ema.weights], full_tensor)
+        if not kw:
+            learn.ema.weights = {} # as there, where the next average begins with what is loaded
+            continue
+        assert learn.opt is None and learn.ema.weights=={} and all(p.is_meta for p in learn.model.parameters())
+        for k,f in refused.items():
+            try: f(learn)
+            except ValueError as e: messages[i,k] = str(e)
+        distrib_barrier()
+    return messages,res,[list(o) for o in learn.recorder.values]
 
-def thrice(path):
-    learn = learner(whole_net, path)
-    with learn.no_logging():
-        for _ in range(3):
-            with learn.distrib_ctx(seed=3): learn.fit(1)
-    return [p.detach().clone() for p in learn.model.parameters()],[list(o) for o in learn.recorder.values]
+def twice_on_ranks(path):
+    with process_group(): return twice(path, meta_net, shard=dict(weights=path/'start.pth'))
 
 @needs_fsdp2
-def test_contexts_that_keep_parts(tmp_path):
-    alone = thrice(tmp_path)
-    for messages,held,res in run_ranks(keep, 2, tmp_path):
-        assert {k for k,o in messages.items() if 'which keep_sharded did not gather' not in o}=={'replicas'}
-        assert messages['replicas'].endswith('go on with as many ranks and replicas, or save and load')
-        assert held<=.55*sum(p.numel() for p in res[0]) and differs(alone, res)<1e-9
+def test_contexts_leave_no_values_where_there_were_none(tmp_path):
+    torch.manual_seed(5)
+    save_sealed(whole_net().state_dict(), tmp_path/'start.pth')
+    _,*alone = twice(tmp_path)
+    for messages,*res in run_ranks(twice_on_ranks, 2, tmp_path):
+        assert [*messages]==[(i,k) for i in range(2) for k in refused]
+        assert all('is on the meta device, and has no values' in o for o in messages.values())
+        assert differs(alone, res)<1e-9
 
 def without(k, state): return {n: v for n,v in state.items() if n!=k}
 
@@ -200,10 +199,9 @@ def refusals(folder):
         torch.save(without('layers.0.a.weight', state), folder/'large.pth')
         torch.save(state, folder/'whole.pth')
         torch.save(dict(state, **{'out.bias': torch.zeros(3)}), folder/'shape.pth')
-    tries = [(meta_net, True), (whole_net, dict(weights=3)), (meta_net, dict(weights=folder/'none.pth')),
+    tries = [(meta_net, True), (meta_net, dict(weights=folder/'none.pth')),
              (meta_net, dict(weights=folder/'missing.pth')), (meta_net, dict(weights=folder/'large.pth')),
-             (meta_net, dict(weights=folder/'shape.pth')), (lambda: meta_net(table=None), dict(weights=folder/'whole.pth')),
-             (whole_net, dict(keep_sharded=2))]
+             (meta_net, dict(weights=folder/'shape.pth')), (lambda: meta_net(table=None), dict(weights=folder/'whole.pth'))]
     with process_group():
         res = []
         for model,shard in tries:
@@ -217,9 +215,9 @@ def refusals(folder):
             distrib_barrier()
         return res
 
-whys = ['inp.weight is on the meta device, and has no values: give distrib_ctx(shard=dict(weights=file))', 'weights=3: give the path',
+whys = ['inp.weight is on the meta device, and has no values: give distrib_ctx(shard=dict(weights=file))',
         'none.pth', 'out.bias is on the meta device', 'layers.0.a.weight is on the meta device', 'size mismatch for out.bias',
-        'layers.0.scale is on the meta device, and has no values', 'keep_sharded=2: give True or False']
+        'layers.0.scale is on the meta device, and has no values']
 
 @needs_fsdp2
 def test_refused_with_a_remedy(tmp_path):

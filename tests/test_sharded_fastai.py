@@ -47,8 +47,6 @@ def run(c, path, W=1):
             learn.unfreeze()
             learn.fit(1)
         elif c['do']=='amp': learn.to_fp16().fit(1) # fastai's: on the CPU it makes predictions float32, and no more
-        elif c['do']=='fits':
-            for _ in range(3): learn.fit(1) # gradients of an incomplete group stay until the next one
         assert W==1 or all(is_sharded(p) for p in learn.model.parameters())
         res |= dict(values=[list(o) for o in learn.recorder.values], losses=list(learn.recorder.losses), preds=list(learn.get_preds()))
         if c['files']:
@@ -84,7 +82,7 @@ same = dict(adam=case(files=True), sgd=case(opt=partial(SGD, mom=.9)), ranger=ca
             torchs=case(opt=partial(OptimWrapper, opt=torch.optim.AdamW), cbs=[lambda W: GradientClip(.5)], files=True),
             one_cycle=case(do='one_cycle', splitter=two_groups), accumulation=case(cbs=[acc(12)]),
             fine_tune=case(do='fine_tune', splitter=two_groups), freeze=case(do='freeze', splitter=two_groups),
-            amp=case(do='amp'), once=case(cbs=[acc(18)], shard=dict(sync_once=True), do='fits'),
+            amp=case(do='amp'),
             reset=case(model=recurrent, cbs=[lambda W: ModelResetter()]),
             best=case(cbs=[lambda W: SaveModelCallback(),lambda W: EarlyStoppingCallback(min_delta=9.)]))
 
@@ -93,7 +91,7 @@ tol = dict(start=1e-6, values=1e-6, losses=1e-6, preds=1e-9, params=1e-9) # fast
 def rank_runs(path, names):
     with process_group(): return {k: run(same[k], path/k, group_size()) for k in names}
 
-some = 'adam','ranger','lr_find','torchs','freeze','amp','once','reset','best' # one of each kind
+some = 'adam','ranger','lr_find','torchs','freeze','amp','reset','best' # one of each kind
 
 @pytest.mark.slow
 @needs_fsdp2

@@ -53,7 +53,7 @@ def held(how, n, layers, path):
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(-3, 2**16) # M_MMAP_THRESHOLD
     with process_group():
-        def shard(n): return how and dict(weights=path/f'{n}.pth', keep_sharded=True)
+        def shard(n): return how and dict(weights=path/f'{n}.pth')
         device = 'meta' if how else 'cpu'
         with learner(40, 2, path, device).no_logging() as small, small.distrib_ctx(shard=shard(40)): small.fit(1) # threads, modules
         gc.collect()

@@ -11,7 +11,6 @@ from contextlib import contextmanager,suppress
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
-from itertools import chain
 
 import torch
 from torch.distributed import destroy_process_group
@@ -124,10 +123,6 @@ tree_leaves,tree_map = _pytree.tree_leaves,_pytree.tree_map
 # %% ../../nbs/core/00_compat.ipynb #fsdpcmp1
 fsdp_on_cpu = hasattr(torch.cpu.Stream, 'record_event') # torch 2.6 has FSDP2 for GPUs only
 
-def fsdp_ready(model):
-    "Let FSDP2 set up what it sets up in its first forward pass"
-    model._get_fsdp_state()._lazy_init()
-
 def forget_fsdp(m, names):
     "Remove what `fully_shard` has added to a module, but for class and parameters; names: its attributes before"
     is_fsdps = lambda h: str(getattr(h, '__module__', '')).startswith('torch.distributed.fsdp.')
@@ -141,30 +136,15 @@ def forget_fsdp(m, names):
     find('module_states', {}).pop(m, None)
 
 # %% ../../nbs/core/00_compat.ipynb #fsdpcmp1b
-def _fsdp_groups(model)->list:
-    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
-    of_state = lambda s: getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group]
-    return [g for g in chain(*map(of_state, states)) if g is not None]
-
 def forget_passes(model):
     """Let FSDP2 forget the forward passes without gradients. It keeps their order, too, and gathers by it in the next
     backward pass: ranks that have evaluated other numbers of batches would wait for one another"""
-    for g in _fsdp_groups(model):
-        g.comm_ctx.post_forward_order.clear()
-        g._post_forward_indices.clear()
-
-def full_grads(model, drop=False)->list:
-    """The gradients of micro-batches that were not exchanged, as FSDP2 stores them on this rank. model: that
-    `fully_shard` was applied to; drop: whether FSDP2 is to forget them; returns: tensors of whole shape"""
-    params = [*chain(*[g.fsdp_params for g in _fsdp_groups(model)])]
-    attr,whole = 'unsharded_accumulated_grad','_unsharded_param'
-    # of 2.15: a property, of the next
-    owners = [(p,attr) for p in params if not hasattr(type(p), attr)]
-    owners += [(o,'grad') for p in params if (o := getattr(p, whole, None)) is not None]
-    res = [t for o,k in owners if (t := getattr(o, k, None)) is not None]
-    if drop:
-        for o,k in owners: setattr(o, k, None)
-    return res
+    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
+    for s in states:
+        for g in getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group]:
+            if g is None: continue
+            g.comm_ctx.post_forward_order.clear()
+            g._post_forward_indices.clear()
 
 # %% ../../nbs/core/00_compat.ipynb #cmpcmp1
 # Attributes: by which a module is called; of a compiled one
@@ -231,7 +211,6 @@ shims = dict(built_for='2.7', set_timeout='2.9', sync_buffers='2.11')
 shims |= dict(destroy_group='2.13', abort_group='2.13')
 
 torch_version = tuple(map(int, torch.__version__.split('.')[:2]))
-can_group = torch_version>=(2,13) # FSDP2 takes modules that share weights as one group
 # DDP's option: whether each forward pass broadcasts rank 0's buffers
 sync_buffers = 'forward_sync_buffers'
 if sync_buffers not in signature(DistributedDataParallel).parameters: sync_buffers = 'broadcast_buffers'

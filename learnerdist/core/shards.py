@@ -9,7 +9,6 @@ __all__ = []
 import copy
 from collections.abc import MutableMapping
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from fastcore.foundation import L
@@ -41,42 +40,40 @@ def local_part(t):
     "The tensor that holds this rank's rows of a part, in the same memory; what is no part is returned as it is"
     return t.to_local() if is_sharded(t) else t
 
+def shard_position(like)->tuple:
+    """(this rank's number, the number) of ranks among which tensors are cut as `like`, and whether another rank has
+    the same part"""
+    mesh = like.device_mesh # of replicas and of parts, or of parts
+    *replica,i = mesh.get_coordinate()
+    return i,mesh.size(mesh.ndim-1),any(replica)
+
+def _cut(n, W, i):
+    "The rows of part i of W, as `torch.chunk` cuts"
+    return [min(-(-n//W)*o, n) for o in (i,i+1)]
+
 def full_tensor(t:Tensor, dst:int=None):
     """The whole of a tensor of which each rank has a part. Sync point; a tensor that is no part is returned as it is.
     t: the same tensor on every rank; dst: the only rank that gets it; None: every rank; returns: None on ranks
     other than `dst`"""
     if not is_sharded(t): return t
-    dims = [i for i,o in enumerate(t.placements) if not o.is_replicate()]
-    own = t.detach().to_local()
-    if not dims: return own
-    if len(dims)>1 or not t.placements[dims[0]].is_shard(0): return t.full_tensor()
-    parts = gather_rows(own, dst) # of replicas, the first one's
-    return None if parts is None else torch.cat(parts[:t.device_mesh.size(dims[0])])
+    if not t.placements[-1].is_shard(): return t.full_tensor() # to be added up, such as a norm
+    parts = gather_rows(t.detach().to_local(), dst)
+    n = shard_position(t)[1] # of replicas, the first one's
+    return None if parts is None else torch.cat(parts[:n])
 
-def shard_of(full:Tensor, like, device=None):
+def shard_of(full:Tensor, like):
     """This rank's part of a tensor; ValueError if the shapes differ. full: on every rank; like: a part: that of `full`
-    is cut as this one; device: where it goes; None: where `like` is"""
+    is cut as this one, and goes where this one is"""
     a,b = tuple(full.shape),tuple(like.shape)
     need(a==b, f'a tensor of shape {a} has no parts like those of {b}')
-    own,mesh = full,like.device_mesh
-    for i,o in enumerate(like.placements):
-        if not o.is_shard(): continue
-        parts = own.chunk(mesh.size(i), o.dim)
-        k = mesh.get_local_rank(i)
-        own = parts[k] if k<len(parts) else own.narrow(o.dim, 0, 0)
+    k,n,_ = shard_position(like)
+    first,end = _cut(len(full), n, k)
     # not a view, which would keep `full` in memory
-    return part_from(own.detach().to(device or device_of(like), copy=True), like)
+    return part_from(full[first:end].detach().to(like.to_local().device, copy=True), like, full.shape)
 
-def device_of(part)->torch.device:
-    "Where a part is, which is the CPU if it is offloaded; of one on the meta device, the device that ranks compute on"
-    if part.is_meta: return torch.device(part.device_mesh.device_type)
-    return part.detach().to_local().device
-
-def part_from(own:Tensor, like, whole=None):
-    """A part from the tensor that holds it. own: this rank's rows; like: a part, of the same shape unless `whole`
-    says so; whole: a tensor of the whole's shape"""
-    o = like if whole is None else whole
-    kw = dict(run_check=False, shape=o.shape, stride=o.stride())
+def part_from(own:Tensor, like, shape):
+    "A part from the tensor that holds it. own: this rank's rows; like: any part; shape: that of the whole"
+    kw = dict(run_check=False, shape=torch.Size(shape), stride=torch.empty(shape, device='meta').stride())
     return type(like.data).from_local(own, like.device_mesh, like.placements, **kw)
 
 # %% ../../nbs/core/05_shards.ipynb #prt05
@@ -121,61 +118,20 @@ def put_together(state, rows, n_files:int, like=None):
     cuts = {i: _cut(n, n_files, i) for i in range(n_files)}
     needed = [i for i,(s,e) in cuts.items() if s<b and a<e] or [k*n_files//W] # without rows: for the dtype
     pieces = [(rows(i)[state[_mark]],cuts[i][0]) for i in needed]
-    pieces = [(o if o.numel() else o.reshape(0, *rest),s) for o,s in pieces] # a rank without rows
-    own = torch.cat([o[max(a-s, 0):max(b-s, 0)] for o,s in pieces]) # a copy
+    own = torch.cat([o.reshape(-1, *rest)[max(a-s, 0):max(b-s, 0)] for o,s in pieces]) # a copy
     if like is None: return own
-    return part_from(own.to(device_of(like)), like, torch.empty(shape, device='meta'))
-
-def _cut(n, W, i):
-    "The rows of part i of W, as `torch.chunk` cuts"
-    return [min(-(-n//W)*o, n) for o in (i,i+1)]
-
-def shard_position(like)->tuple:
-    """(this rank's number, the number) of ranks among which tensors are cut as `like`, and whether another rank has
-    the same part"""
-    mesh = like.device_mesh
-    i = next(i for i,o in enumerate(like.placements) if o.is_shard())
-    at = mesh.get_coordinate()
-    return at[i],mesh.size(i),any(at[:i]+at[i+1:])
+    return part_from(own.to(like.to_local().device), like, shape)
 
 # %% ../../nbs/core/05_shards.ipynb #h16k02
-class StoredPart(NamedTuple):
-    "A rank's part of a tensor, after the group that it was made in: the `stored` of a tensor on the meta device"
-    own:Tensor
-    at:tuple   # (shape of the mesh, this rank's place in it)
-
-    def part(self, like, device=None):
-        """The tensor as a part of a new group. ValueError if the group has another shape. like: a part of the same
-        shape; device: as in `shard_of`"""
-        (shape,at),new = self.at,_place(like)
-        if self.at!=new:
-            raise ValueError(f'stored parts of a mesh {shape}, at {at}, do not fit one of {new[0]}, at {new[1]}: go on '
-                             'with as many ranks and replicas, or save and load')
-        return part_from(self.own.to(device or device_of(like)), like)
-
-def _place(t): return tuple(t.device_mesh.shape),tuple(t.device_mesh.get_coordinate())
-
-def keep_part(t)->Tensor:
-    "A tensor on the meta device whose `stored` is this rank's part of `t`; what is no part is returned as it is"
-    if not is_sharded(t): return t
-    res = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device='meta')
-    res.stored = StoredPart(t.detach().to_local(), _place(t))
-    return res
-
 def on_meta(model)->dict:
     "By name, the parameters and buffers of a model that are on the meta device: they have a shape, and no values"
     return {k: t for k,t in [*model.named_parameters(),*model.named_buffers()] if t.is_meta}
 
 def need_values(model, known=()):
     "ValueError if a tensor of a model has no values, unless its name is among `known`, the names in a file"
-    for k,t in on_meta(model).items():
-        if k in known: continue
-        what = f'{k} is on the meta device, and has no values'
-        if hasattr(t, 'stored'):
-            raise ValueError(f'{what}: this rank keeps a part, which keep_sharded did not gather. Go on in '
-                             'distrib_ctx(shard=…) of as many ranks, or save within that context')
-        raise ValueError(f'{what}: give distrib_ctx(shard=dict(weights=file)) a file that has them. Make what no file '
-                         "has, such as a table of positions, with device='cpu'")
+    for k in on_meta(model):
+        need(k in known, f'{k} is on the meta device, and has no values: give distrib_ctx(shard=dict(weights=file)) a '
+             "file that has them. Make what no file has, such as a table of positions, with device='cpu'")
 
 # %% ../../nbs/core/05_shards.ipynb #h7a80927
 def load_model(model, state, strict=True):
@@ -207,16 +163,18 @@ def exchange_params(opt, new:dict, f):
     """Give an optimizer other parameters, and its state other tensors; torch's and fastai's optimizers, and wrappers
     around them. new: from the ids of parameters to those that replace them; f: a function of (parameter, tensor):
     the tensor that replaces it in the parameter's state"""
-    get = lambda p: new.get(id(p), p)
+    def get(p): return new.get(id(p), p)
     for own in map(vars, optimizers_in(opt)):
         for g in own.get('param_groups', ()): g['params'] = [get(p) for p in g['params']]
-        if 'param_lists' in own: own['param_lists'] = L(L(get(p) for p in ps) for ps in own['param_lists'])
-        for d in [own[k] for k in ('state','slow') if isinstance(own.get(k), MutableMapping)]:
-            old = dict(d)
+        if 'param_lists' in own: own['param_lists'] = L(L(map(get, ps)) for ps in own['param_lists'])
+        for k in ('state','slow'):
+            d = own.get(k)
+            if not isinstance(d, MutableMapping): continue
+            changed = {get(p): map_tensors(s, partial(f, get(p))) for p,s in d.items()}
             d.clear()
-            for p,s in old.items(): d[get(p)] = map_tensors(s, partial(f, get(p)))
-    for o in optimizers_in(opt): # fastai's Lookahead
-        if getattr(o, 'slow_weights', None) is not None and 'slow_weights' in vars(o):
+            d.update(changed)
+    for o in optimizers_in(opt): # fastai's Lookahead, which has no parameters of its own
+        if vars(o).get('slow_weights') is not None:
             o.slow_weights = L(L(map(f, ps, ts)) for ps,ts in zip(o.param_lists, o.slow_weights))
 
 def state_part(p, t):
@@ -224,10 +182,9 @@ def state_part(p, t):
     if is_sharded(t): return t
     # a count of steps; not in the memory of a file
     if not is_sharded(p) or t.numel()<2 and t.shape!=p.shape: return t.clone()
-    if t.is_meta: return t.stored.part(p)
     if t.shape==p.shape: return shard_of(t, p)
     what = f'the optimizer keeps {tuple(t.shape)} for weights of {tuple(p.shape)}, which cannot be cut as they are'
-    how = 'Begin with a new optimizer: fit(…, reset_opt=True), or load(…, with_opt=False)'
+    how = 'Begin with a new optimizer: learn.opt = None before the context, or load(…, with_opt=False)'
     raise ValueError(f'{what}. {how}')
 
 def load_opt(opt, state):

@@ -9,12 +9,11 @@ __all__ = []
 import json,mmap,os,re,stat,struct,zlib
 from io import BytesIO
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import torch
 
 from .collectives import broadcast_object,gather_objects
-from .env import group_rank,is_rank0
+from .env import group_rank
 from .rank0 import save_once
 from .remote import Remote,copied,here,as_path
 from .shards import come_together,is_sharded,map_tensors,memory_of,full_tensor
@@ -166,25 +165,19 @@ def save_state(state, path, write):
     `write(state, path)`, with whole tensors"""
     found = []
     map_tensors(state, lambda t: found.append(is_sharded(t)))
-    if not any(found): return save_once(path, lambda p: write(state, p))
-    come_together('save')
-    save_once(path, lambda p: write(_gathered(state, p.parent), p))
-    if not is_rank0(): map_tensors(state, lambda t: full_tensor(t.detach(), 0))
+    if any(found):
+        come_together('save')
+        state = _gathered(state)
+    save_once(path, lambda p: write(state, p))
 
-def _gathered(state, folder):
-    "The state with whole tensors, in the memory of files. OSError if the disk is full, when all have come"
-    found,errors = {},[]
-    def put(t):
+def _gathered(state):
+    "The state with whole tensors, in the CPU's memory of rank 0; what shares memory still does"
+    whole = {}
+    def gather(t):
         if not is_sharded(t): return t
-        val,key = full_tensor(t.detach(), 0),memory_of(t)
-        try: return found[key] if key in found else found.setdefault(key, _in_a_file(val, folder))
-        except OSError as e: errors.append(e) # the other ranks are about to send
-    res = map_tensors(state, put)
-    if errors: raise errors[0]
-    return res
-
-def _in_a_file(t, folder):
-    with NamedTemporaryFile(dir=folder, prefix='.', suffix='.tmp') as f:
-        os.posix_fallocate(f.fileno(), 0, t.nbytes)
-        memory = torch.UntypedStorage.from_file(f.name, shared=True, nbytes=t.nbytes)
-    return torch.empty(0, dtype=t.dtype).set_(memory, 0, t.shape).copy_(t)
+        key = memory_of(t)
+        if key not in whole:
+            full = full_tensor(t.detach(), 0)
+            whole[key] = full.cpu() if group_rank()==0 else None
+        return whole[key]
+    return map_tensors(state, gather)

@@ -19,7 +19,7 @@ from .loaders import is_shuffled, one_batch, pipe, read_loader
 from ..core.random import Generators,draw,map_seeded,mix_seed,no_generators,rng_state
 from ..core.random import same_streams,seed_streams,set_rng_state,shared_rng
 from ..core.stacks import need,warn
-from .sharding import Deal, epoch_order, share_len, to_list
+from .sharding import Deal, epoch_order, to_list
 from .datasets import as_it_is, at_once, columns_of
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
@@ -566,7 +566,7 @@ class DistributedDL(LoaderWrapper):
         self.source,n = dl,deal.global_bs
         if n:
             need(batch_shape(dl)[0], _own_way.format(f'this {type(dl).__name__}'), global_bs=n)
-            dl = with_settings(dl, bs=share_len(n, deal.rank, deal.world_size, False))
+            dl = with_settings(dl, bs=len(range(deal.rank, n, deal.world_size)))
         if not deal.whole:
             bs,drop_last = batch_shape(dl)
             if getattr(dl, 'batch_sampler', dl) is None: bs = 1 # torch's loader without batches
@@ -602,9 +602,10 @@ class DistributedDL(LoaderWrapper):
             same = world_size<2 or None in (n,r) or (n,r)==(world_size,rank)
             here = f'rank {rank} of {world_size}'
             need(same, f'a sampler deals rank {r} of {n} its samples, and {here} reads them')
-        given = dict(kw, **{k: v for k,v in (('global_bs',global_bs),('max_bs',max_bs)) if v})
+        if global_bs: kw['global_bs'] = global_bs
+        if max_bs: kw['max_bs'] = max_bs
         what = f'this {type(dl).__name__} is split already'
-        need(not given, f"{', '.join(given)}: {what}, so its settings are its user's")
+        need(not kw, f"{', '.join(kw)}: {what}, so its settings are its user's")
         return dl
     @classmethod
     def by_batch(cls, dl, rank, world_size, seed=0, sample_seeds=False):
@@ -613,12 +614,8 @@ class DistributedDL(LoaderWrapper):
         deal = Deal(rank, world_size, False, 1, unit='batch', whole=True)
         return dl if is_split(dl) else cls.__new__(cls)._split(dl, deal, seed, sample_seeds)
     def new(self, dataset=None, **kw):
-        """The shard of the same rank, of another data set or with other settings. dataset: another data set; None: the
-        same; kw: settings to change"""
-        dl = with_settings(self.source, dataset, **kw)
-        d = self.dealer
-        if is_split(dl): return dl
-        return copy.copy(self)._split(dl, d.deal, self.seed, d.sample_seeds)
+        "A plain loader over all the data, with another data set or other settings"
+        return with_settings(self.source, dataset, **kw)
     def set_epoch(self, epoch):
         "Select the order of an epoch. It holds until the next call: reading again gives the same order"
         self.dealer.epoch = epoch

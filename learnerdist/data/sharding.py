@@ -151,11 +151,6 @@ def full_rows(chunks, n:int):
         rest = to_list(chunk[end:])
 
 # %% ../../nbs/data/00_sharding.ipynb #c026
-def share_len(n:int, rank:int, world_size:int, pad:bool=True)->int:
-    """The number of items of a rank among `n` that are dealt. pad: is one item appended where needed, so that all
-    ranks have equally many?"""
-    return -(-(n if pad else n-rank)//world_size)
-
 def batch_count(n:int, bs:int, drop_last:bool=False)->int:
     """The number of batches of size `bs` in `n` items. n: number of items that one rank reads; bs: batch size per
     rank; drop_last: leave out a last batch that is not full?; returns: number of batches on that rank"""
@@ -170,7 +165,7 @@ def undeal(parts):
     parts = list(parts)
     W,lens = len(parts),[len(p) for p in parts]
     first,n = parts[0],sum(lens)
-    dealt = lens==[share_len(n, r, W, pad=False) for r in range(W)]
+    dealt = lens==[len(range(r, n, W)) for r in range(W)]
     need(dealt, f'parts of lengths {lens} were not dealt from one order without padding')
     out = first.new_empty(n, *first.shape[1:]) if isinstance(first, Tensor) else [None]*n
     for r,p in enumerate(parts):

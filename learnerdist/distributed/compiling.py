@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp002
 from functools import partial
-from itertools import chain
 from types import FunctionType
 
 import torch
@@ -32,7 +31,7 @@ def find_regions(model, regional, shards=None)->list:
     need(not is_compiled, 'learn.model is the result of torch.compile: give the model itself')
     by_blocks = shards is None or regional is not False
     need(by_blocks, 'a sharded model is compiled by its blocks', regional=regional)
-    if shards and regional is None: return [*chain(*shards.blocks[:-1])] or [model]
+    if shards and regional is None: return shards.blocks[:-1] or [model]
     if not regional: return [model]
     if regional is True: found = [m for m in repeated_blocks(model) if next(m.children(), None) is not None]
     else: found = outermost(model, tuple(listify(regional)))

@@ -193,10 +193,14 @@ class Steps(LoaderWrapper):
             more = e.next_batch(done, bool(b), k)
             if not more: return
             if training and more<W: return self._warn_uneven(k, more)
+            # a sharded model runs on all ranks
+            others = gather_objects(b) if e.sharded and more<W else ()
             if b: yield b[0]
             else:
                 e.ballot.phase = Phase.valid_batch
-                if e.sharded: e.sharded.join_batch()
+                if e.sharded: e.sharded.join_batch(self._inputs(next(o[0] for o in others if o)))
+
+    def _inputs(self, b): return split_batch(to_device(b, self.engine.device), self.n_inp)[0]
 
     def _alike(self):
         "An iterator; what ranks read first of a stream is compared"

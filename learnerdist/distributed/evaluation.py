@@ -6,10 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c002
-from contextlib import contextmanager
+from contextlib import ExitStack
 from itertools import chain
 from operator import is_not
-from pathlib import Path
 
 import numpy as np,torch
 from torch import Tensor,nn
@@ -17,6 +16,7 @@ from torch import Tensor,nn
 from ..core.collectives import gather_objects,reduce_sums
 from ..core.compat import metric_state,tree_leaves,version
 from ..core.env import group_rank,wide_dtype
+from ..core.lending import lend
 from ..core.stacks import coded,need
 from ..core.random import undoing,untouched
 from ..data.loaders import call_model,to_cpu,to_detach,to_device
@@ -37,10 +37,11 @@ class Evaluation:
         # batches of this rank; whether a callback has cancelled the loop
         self.n_begun,self.stopped = 0,False
         self.n_step = None # samples of a step, if the loss is a sum, else 0
-        self.lists = None # (object, attribute, the number of each entry)
+        self.reductions = None # (metric, its reduction), once a batch has been measured
+        self.lists = [] # (object, attribute, the number of each entry)
         self.terms = [] # `Terms` of the metrics' numbers
-        # for metrics whose reduction is `Batches`, and the names of what they read of the learner
-        self.batches,self.of_batch = {},()
+        self.fed = [] # metrics whose reduction is `Batches`
+        self.batches,self.of_batch = {},() # for these, and the names of what they read of the learner
         # `StateWatch` of the first batch; names of what the model carries
         self.watch,self.carried = None,[]
 
@@ -59,8 +60,8 @@ class Evaluation:
         "After each batch, before the metrics accumulate it"
         if self.n_step!=0: self._rescale()
         if not is_share(self.learn.dl) or not self.adapter.counts(): return
-        if self.lists is None: self._look()
-        if self.batches is not None: self._keep()
+        if self.reductions is None: self._look()
+        if self.fed: self._keep()
 
     def _rescale(self):
         """Let a loss that is a sum be one over as many samples as a step of training has, whatever the size of a batch:
@@ -95,15 +96,15 @@ class Evaluation:
 
     def _look(self):
         "Find the lists of this loop's metrics, and what is kept for metrics that take whole batches"
-        mets = self.adapter.measured()
-        self.lists,wide = [],wide_dtype(self.engine.device)==torch.float64 # else metrics note what rounding took
-        for red in chain(*map(reductions, mets)):
+        self.reductions = []
+        for m in self.adapter.measured(): self.reductions += [(m,red) for red in reductions(m)]
+        wide = wide_dtype(self.engine.device)==torch.float64 # else metrics note what rounding took
+        for m,red in self.reductions:
             if isinstance(red, Rows): self.lists += [(red.obj,k,[]) for k in red.names]
+            if isinstance(red, Batches): self.fed.append(m)
             if not isinstance(red, Sums) or not wide: continue
             self.terms.append(Terms(red.obj, [k for k in red.names if _is_number(vars(red.obj).get(k))]))
-        fed = [m for m in mets if any(isinstance(red, Batches) for red in reductions(m))]
-        if not fed: self.batches = None
-        reads_inputs = any(getattr(m, 'with_input', False) for m in fed)
+        reads_inputs = any(getattr(m, 'with_input', False) for m in self.fed)
         self.of_batch = _of_batch if reads_inputs else _of_batch[1:]
 
     def _note(self):
@@ -114,22 +115,19 @@ class Evaluation:
     def put_together(self):
         "Reduce metrics and predictions at the end of the loop. Sync point, also for a rank without a batch"
         if not is_share(self.learn.dl): return
-        if self.lists is None: self._look()
+        if self.reductions is None: self._look()
         self._note()
         self._check()
-        reds = []
-        for m in self.adapter.measured(): reds += [(m,red) for red in reductions(m)]
         by_batch = []
         numbers = [self.number(i) for i in range(self.n_begun)]
         for o in self.terms:
             if numbers: o.take(self.n_begun-1)
             o.put_back(numbers)
             by_batch += [(o.obj,k) for k in o.names]
-        reduce_sums([red for _,red in reds if isinstance(red, Sums)], by_batch)
-        for m,red in reds:
+        reduce_sums([red for _,red in self.reductions if isinstance(red, Sums)], by_batch)
+        for m,red in self.reductions:
             if isinstance(red, Rows): self._gather(m, red)
-        fed = [m for m,red in reds if isinstance(red, Batches)]
-        if fed: self._feed(fed)
+        if self.fed: self._feed()
 
     def _check(self):
         """RuntimeError unless each batch of the loader was seen once, ValueError for what needs the batches of other
@@ -153,16 +151,13 @@ class Evaluation:
 
     def _gather(self, m, red):
         "Replace each list of `red` by what one process would have"
-        how = getattr(m, 'gather', 'all')
-        dst = 0 if how=='rank0' else None
-        folder = how if isinstance(how, Path) else None
+        dst = 0 if getattr(m, 'gather', 'all')=='rank0' else None
         found = {}
-        with storage(self.engine.links, folder) as make:
+        with storage(self.engine.links) as make:
             for obj,name,ks in self.lists:
                 if obj is not red.obj: continue
                 values = getattr(obj, name)
-                ns = getattr(m, 'ns', None)
-                found[name] = gather_batches(values, ks, ns, dst, make, name, folder is not None)
+                found[name] = gather_batches(values, ks, getattr(m, 'ns', None), dst, make)
         for name,got in found.items(): setattr(red.obj, name, self.adapter.as_kept(m, name, got))
 
     def _keep(self):
@@ -173,18 +168,18 @@ class Evaluation:
         saved |= dict(items=vars(learn).get('items'), n_rows=batch_rows(learn), iter=self.number(i))
         self.batches[i] = saved
 
-    def _feed(self, mets):
-        "Reset `mets`, and let them accumulate the batches of all ranks. Sync point"
-        for m in mets: m.reset()
-        saved = self.batches or {}
-        with _put_back(self.learn, *_of_batch, 'items','n_rows','iter'):
-            vars(self.learn)['xb'] = NoInputs()
-            for i in range(max(gather_objects(max(saved, default=-1)))+1):
-                parts = [o for o in gather_objects(saved.pop(i, None)) if o is not None]
+    def _feed(self):
+        "Reset metrics, and let them accumulate the batches of all ranks. Sync point"
+        for m in self.fed: m.reset()
+        with ExitStack() as stack:
+            for k in (*_of_batch,'items','n_rows','iter'): stack.callback(lend(self.learn, k, None))
+            self.learn.xb = NoInputs()
+            for i in range(max(gather_objects(max(self.batches, default=-1)))+1):
+                parts = [o for o in gather_objects(self.batches.pop(i, None)) if o is not None]
                 of_one = len(parts)>1 and len({o['iter'] for o in parts})==1
                 for b in [whole_batch(parts)] if of_one else parts:
                     vars(self.learn).update(to_device(b, self.engine.device))
-                    for m in mets: m.accumulate(self.learn)
+                    for m in self.fed: m.accumulate(self.learn)
 
 class Terms:
     "What each batch adds to numbers of a metric, which has the state of one batch until the end of the loop"
@@ -254,8 +249,10 @@ def listing_metrics(learn)->dict:
     another rank needs one, to gather them"""
     res = {}
     for name,o in objects_beside(learn).items():
-        for k,m in o.named_modules(prefix=name) if isinstance(o, nn.Module) else ():
-            lists = [v for v in (getattr(m, s) for s in metric_state(m)) if isinstance(v, list)]
+        if not isinstance(o, nn.Module): continue
+        for k,m in o.named_modules(prefix=name):
+            state = [getattr(m, s) for s in metric_state(m)]
+            lists = [v for v in state if isinstance(v, list)]
             ts = tree_leaves(lists)
             if lists: res[k] = any(t.ndim!=1 or t.dtype!=m.dtype for t in ts) if ts else None
     return res
@@ -282,11 +279,3 @@ def whole_batch(parts:list)->dict:
     for k in res.keys() & {'xb','yb','pred'}: res[k] = taking_turns([as_samples(o[k], o['n_rows']) for o in parts])
     if res['loss'] is not None: res['loss'] = sum(weighted(o['loss'], o['n_rows']) for o in parts)/n
     return res
-
-@contextmanager
-def _put_back(obj, *names):
-    old = {k:vars(obj)[k] for k in names if k in vars(obj)}
-    try: yield
-    finally:
-        for k in names: vars(obj).pop(k, None)
-        vars(obj).update(old)

@@ -15,10 +15,8 @@ from torch import Tensor
 from ..core.collectives import gather_objects,gather_rows
 from ..core.compat import tree_flatten,tree_map,tree_unflatten
 from ..core.env import group_rank,group_size
-from ..core.stacks import warn
-from ..data.rows import Samples,StoredRows,aligned,as_ints,join_leaf,leaf_names,loosely
-from ..data.rows import row_bytes,row_files,stored_kind
-from ..data.sharding import share_len,undeal
+from ..data.rows import Samples,StoredRows,aligned,as_ints,join_leaf,loosely,row_bytes,stored_kind
+from ..data.sharding import undeal
 from .vote_links import Phase,SocketLinks,nameless
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017
@@ -26,9 +24,11 @@ def _described(parts, ks, ns):
     "The leaves of this rank's batches, and what other ranks need to know of them"
     if not parts: return None,dict(ks=[])
     cols,spec = aligned(parts)
-    lens = [[len(o) if getattr(o, 'ndim', hasattr(o, '__len__')) else 1 for o in col] for col in cols]
+    lens = [[*map(_n_rows, col)] for col in cols]
     template = tree_unflatten(range(len(cols)), spec) # torch's tree spec is not sent
     return cols,dict(ks=ks, ns=ns, template=template, kinds=[*map(stored_kind, cols)], lens=lens)
+
+def _n_rows(o): return len(o) if getattr(o, 'ndim', hasattr(o, '__len__')) else 1
 
 def _fit(infos):
     "Whether the batches of all ranks have one structure"
@@ -49,12 +49,12 @@ def row_places(ks:list, lens:list)->tuple:
         first = start
         start += sum(ms.values())
         W,n = len(ms),sum(ms.values())
-        dealt = W>1 and [*ms.values()]==[share_len(n, r, W, False) for r in range(W)]
+        dealt = W>1 and [*ms.values()]==[len(range(r, n, W)) for r in range(W)]
         for j,(r,m) in enumerate(ms.items()):
             found[r][i] = range(first+j, start, W) if dealt else range(first, first+m)
             first += 0 if dealt else m
     sizes = [sum(rows[i].values()) for i in sorted(rows)]
-    return [[own[i] for i in k] for own,k in zip(found, ks)],sizes
+    return [[*map(own.get, k)] for own,k in zip(found, ks)],sizes
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath1
 class Gathered:
@@ -88,11 +88,11 @@ class Gathered:
         cols = [o.split(n) if n else o for o,n in zip(self._read(), self.lens)]
         return [tree_unflatten(o, self.spec) for o in zip(*cols, strict=True)]
 
-def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None, name='', in_files=False)->Gathered:
+def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None)->Gathered:
     """All batches of all ranks, in order: what this rank has of each of its batches (`parts`, any structure; emptied,
     since memory is freed as it is sent), the number of each (`ks`) and its samples (`ns`, needed for `joined`). Only
-    `dst` gets the result, or all ranks. `make` makes room for the rows, see `storage`, in files (`in_files`) of this
-    name; without it they travel. None if no rank has any batch. Sync point"""
+    `dst` gets the result, or all ranks. `make` makes room for the rows, see `storage`; without it they travel. None if
+    no rank has any batch. Sync point"""
     ns = [0]*len(ks) if ns is None else ns
     as_they_are = lambda o: o
     # a list may be read in two ways; else the batches are leaves
@@ -105,29 +105,25 @@ def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None, name='
     first = next(o for o in infos if o['ks'])
     cols = cols or [[] for _ in first['kinds']]
     leaves,lens = [],[]
-    for i,(own,leaf) in enumerate(zip(cols, leaf_names(first['template'], name))):
+    for i,own in enumerate(cols):
         kinds = {o['kinds'][i] for o in infos if o['ks']}
         dense = len(kinds)==1 and None not in kinds
-        if in_files and not dense and not group_rank():
-            warn('ragged-rows', f'{leaf}: rows of different shapes fit no file: {_in_memory}')
-        got,n = _dense(own, infos, i, dst, make, leaf) if dense else (_pickled(own, ks, dst),None)
+        got,n = _dense(own, infos, i, dst, make) if dense else (_pickled(own, ks, dst),None)
         leaves.append(got)
         lens.append(n)
     if dst in (None,group_rank()): return Gathered(infos, leaves, lens)
     for o in leaves: # which `dst` alone reads
         if isinstance(o, StoredRows): o.file.close()
 
-_in_memory = 'they are gathered in memory, on all ranks'
-
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath2
 _piece = 1<<24 # Bytes that a rank sends at a time
 
-def _dense(own, infos, i, dst, make, name):
+def _dense(own, infos, i, dst, make):
     "Leaf `i` of all ranks, whose parts fit one tensor; and the rows of each batch"
     shape,dtype,cls,device = next(o['kinds'][i] for o in infos if o['ks'])
     at,lens = row_places([o['ks'] for o in infos], [o['lens'][i] if o['ks'] else [] for o in infos])
     if make is None or device!='cpu': return _exchanged(own, at, sum(lens), shape, dtype, cls, dst),lens
-    rows = make(name, (sum(lens),*shape), dtype)
+    rows = make((sum(lens),*shape), dtype)
     own.reverse()
     for places in at[group_rank()]: rows.write(places, own.pop()) # which is freed
     return rows,lens
@@ -165,10 +161,10 @@ def taking_turns(parts:list):
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gmem2
 @contextmanager
 def memory_rows(links:SocketLinks):
-    """As `row_files`, in memory of this machine that is freed with the last tensor over it: yields a function of (name,
-    shape, dtype) that makes `StoredRows`. Sync points: each call, and the end"""
+    """Rows that all ranks write and read in memory of this machine, which is freed with the last tensor over it: yields
+    a function of (shape, dtype) that makes `StoredRows`. Sync points: each call, and the end"""
     with ExitStack() as made: # closed after an error
-        def make(name, shape, dtype):
+        def make(shape, dtype):
             memory = links.pass_round(partial(nameless, shape[0]*row_bytes(shape, dtype)))
             file = made.enter_context(open(memory, 'r+b', buffering=0))
             return StoredRows(file, shape, dtype)
@@ -176,8 +172,6 @@ def memory_rows(links:SocketLinks):
         links.exchange(b'', Phase.after_validate) # all ranks have written
         made.pop_all()
 
-def storage(links, folder=None):
-    """Context with a `make` for `gather_batches`: files in `folder`, memory of this machine, or None between machines.
-    Sync point"""
-    if folder: return row_files(folder)
+def storage(links):
+    "Context with a `make` for `gather_batches`: memory of this machine; None between machines. Sync point"
     return memory_rows(links) if isinstance(links, SocketLinks) else nullcontext()

@@ -486,7 +486,7 @@ class TrainingLoop(Loop):
         if is_right or not self.group.corrects: return
         k = self.scale/items
         if isinstance(k, Tensor): k = k.nan_to_num(posinf=1.) # no items
-        scale_grads(self.learn.opt, self.replica, k)
+        scale_grads(self.learn.opt, k)
 
     def _all_items(self, step, res):
         "The items of all ranks. Sync point on a device that counts them"

@@ -7,12 +7,8 @@ __all__ = []
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hf22b6dc
 from collections import Counter,defaultdict
-from collections.abc import Mapping
-from contextlib import ExitStack,contextmanager,nullcontext,suppress
-from functools import partial
+from contextlib import ExitStack,contextmanager,suppress
 from itertools import chain
-from pathlib import Path
-from time import monotonic
 from typing import Any,NamedTuple
 
 import torch
@@ -20,16 +16,16 @@ import torch.distributed as dist
 from fastcore.basics import listify
 from torch import nn
 
-from ..core.collectives import gather_objects
-from ..core.compat import can_group,forget_fsdp,forget_passes,fsdp_on_cpu,fsdp_ready
-from ..core.compat import replace_tensors,full_grads
-from ..core.env import count,current_group,everyones,group_size,group_timeout
-from ..core.env import local_rank,local_size,noting_loops,process_group,shared_store,wait_key
+from ..core.compat import forget_fsdp,forget_passes,fsdp_on_cpu
+from ..core.compat import replace_tensors
+from ..core.env import count,current_group,everyones,group_size
+from ..core.env import noting_loops,process_group,shared_store
 from ..core.lending import replaced
-from ..core.shards import exchange_params,groups_of,is_sharded,keep_part,load_model,need_values,on_meta
+from ..core.shards import exchange_params,groups_of,is_sharded,load_model,need_values,on_meta
 from ..core.shards import optimizers_in,shard_of,state_part,full_tensor
 from ..core.weights import load_weights
 from ..core.stacks import need,warn
+from ..data.loaders import call_model
 from .batchnorm import sync_batchnorm
 from .replica import Trained,broadcast_tensors,sum_grads,weigh_back,without_gradient
 from ..learner.learner import get_model
@@ -43,34 +39,12 @@ class ShardOptions(NamedTuple):
     reshard:Any=None
     # A file of `save`, torch or safetensors, or the index of several: the weights of a model on the meta device
     weights:Any=None
-    # End the context without gathering: each rank keeps its parts for the next context
-    keep_sharded:bool=False
-    # Spread the model over W/replicas ranks, and replicate it so many times (HSDP). 'node': a replica on each machine
-    replicas:Any=1
-    # Exchange gradients once for a step of an accumulation, not in each micro-batch: a rank has whole ones until then
-    sync_once:bool=False
+    # Spread the model over W/replicas ranks, and replicate it so many times (HSDP)
+    replicas:int=1
     # Keep each rank's parts, their gradients and the optimizer's state in the CPU's memory; for GPUs
     offload:bool=False
     # Compute in 'bf16' (weights, gradients and optimizer stay as they are), or FSDP2's `MixedPrecisionPolicy`
     mp:Any=None
-
-def _is_bool(o): return isinstance(o, bool)
-def _are_blocks(o):
-    if isinstance(o, tuple): return o and all(isinstance(c, type) and issubclass(c, nn.Module) for c in o)
-    return o is True or callable(o)
-
-def _is_count(o): return o=='node' or type(o) is int and o>0
-def _is_policy(o): return o in (None,'bf16') or type(o).__name__=='MixedPrecisionPolicy'
-_block_kinds = 'True, classes of modules such as [Block], or a function of a module'
-_takes = dict( # For each option, whether a value is one, and what to give
-    blocks=(_are_blocks, _block_kinds),
-    reshard=(lambda o: o is None or _is_bool(o), 'True, False, or None'),
-    weights=(lambda o: o is None or isinstance(o, (str,Path)), 'the path of a file'),
-    keep_sharded=(_is_bool, 'True or False'),
-    replicas=(_is_count, "the number of copies of the model, or 'node'"),
-    sync_once=(_is_bool, 'True or False'),
-    offload=(_is_bool, 'True or False'),
-    mp=(_is_policy, "'bf16' or FSDP2's MixedPrecisionPolicy; for float16 use learn.to_fp16()"))
 
 def shard_options(shard, ddp_kw=(), comm_hook=None)->ShardOptions:
     """The options of a sharded run, from True or a dict of `ShardOptions`; None for None and False. ValueError for
@@ -78,15 +52,22 @@ def shard_options(shard, ddp_kw=(), comm_hook=None)->ShardOptions:
     if shard is None or shard is False: return None
     for k in [*ddp_kw, *['comm_hook']*(comm_hook is not None)]:
         raise ValueError(f'{k}: of DDP, and without a meaning with shard=: leave one out')
-    remedy = f"give True, or a dict of options, such as dict(blocks=[Block]); they are {', '.join(_takes)}"
+    names = ', '.join(ShardOptions._fields)
+    remedy = f'give True, or a dict of options, such as dict(blocks=[Block]); they are {names}'
     need(shard is True or isinstance(shard, dict), remedy, shard=shard)
     opts = {} if shard is True else dict(shard)
+    for k in opts: need(k in ShardOptions._fields, f'{k!r} is no option; give {names}', shard=shard)
     if isinstance(opts.get('blocks'), (type,list)): opts['blocks'] = tuple(listify(opts['blocks']))
-    for k,v in opts.items():
-        need(k in _takes, f'{k!r} is no option; give {", ".join(_takes)}', shard=shard)
-        is_one,what = _takes[k]
-        need(is_one(v), f'give {what}', **{k: v})
-    return ShardOptions(**opts)
+    res = ShardOptions(**opts)
+    blocks,n = res.blocks,res.replicas
+    classes = blocks if isinstance(blocks, tuple) else ()
+    by_class = classes and all(isinstance(o, type) and issubclass(o, nn.Module) for o in classes)
+    known = blocks is True or callable(blocks) or by_class
+    need(known, 'give True, classes of modules such as [Block], or a function of a module', blocks=blocks)
+    need(type(n) is int and n>0, 'give the number of copies of the model', replicas=n)
+    has_policy = res.mp in (None,'bf16') or type(res.mp).__name__=='MixedPrecisionPolicy'
+    need(has_policy, "give 'bf16' or FSDP2's MixedPrecisionPolicy; for float16 use learn.to_fp16()", mp=res.mp)
+    return res
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h16b03
 def policy_of(mp, outermost):
@@ -103,17 +84,6 @@ def offload_of(device:torch.device):
     from torch.distributed.fsdp import CPUOffloadPolicy
     return CPUOffloadPolicy()
 
-def replicas_of(n, places:list)->int:
-    """The number of replicas, from (rank on its machine, ranks of this machine) of each rank. ValueError if it does not
-    divide the ranks, or if machines have different numbers of them"""
-    W,L = len(places),places[0][1]
-    if n!='node':
-        need(W%n==0, f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
-        return n
-    if places==[(i%L,L) for i in range(W)] and W%L==0: return W//L
-    found = ', '.join(f'{i} of {k}' for i,k in places)
-    raise ValueError(f"'node' needs as many ranks on each machine, in order: these are {found}. Give replicas=2")
-
 # %% ../../nbs/distributed/09_sharded.ipynb #h3d8d362
 def _owns(m): return next(m.parameters(), None) is not None
 def _runs(m): return not isinstance(m, (nn.ModuleList,nn.ModuleDict)) # FSDP2 gathers in `forward`
@@ -127,59 +97,39 @@ def repeated_blocks(model)->list:
     return res
 
 # %% ../../nbs/distributed/09_sharded.ipynb #tie02
-def _shared(group:list, model):
-    "Names of weights that modules of this group and something outside of it share"
-    own,inside = set(),set()
-    for b in group:
-        own |= {id(p) for p in b.parameters()}
-        inside |= {id(m) for m in b.modules()}
+def _shared(block, model):
+    "Names of weights that a module and something outside of it share"
+    own = {*block.parameters()}
+    inside = {*block.modules()}
     res = []
     for k,m in model.named_modules():
-        if id(m) in inside: continue
-        res += [f'{k}.{name}' for name,p in m.named_parameters(recurse=False) if id(p) in own]
+        if m in inside: continue
+        res += [f'{k}.{name}' for name,p in m.named_parameters(recurse=False) if p in own]
     return res
-
-def _are_tied(a, b):
-    "Whether two modules, of which none is within the other, share a weight"
-    if any(a is m for m in b.modules()) or any(b is m for m in a.modules()): return False
-    return bool({*a.parameters()} & {*b.parameters()})
-
-def tied_groups(modules:list)->list:
-    "Lists of the modules that share weights, most of them of one module; in the order of the last ones"
-    groups = []
-    for m in modules:
-        tied = [g for g in groups if can_group and any(_are_tied(m, o) for o in g)]
-        groups = [g for g in groups if g not in tied]
-        groups.append([*chain(*tied),m])
-    return groups
 
 # %% ../../nbs/distributed/09_sharded.ipynb #tie04
 def find_blocks(model, blocks)->list:
-    """Lists of the modules whose weights are gathered together, inner ones first, as FSDP2 wants them; ValueError if
-    there is none of a class, or if one shares weights with the rest of the model"""
-    if blocks is True: return [[m] for m in repeated_blocks(model) if m is not model and not _shared([m], model)]
+    """The modules whose weights are gathered when they run, inner ones first, as FSDP2 wants them; ValueError if there
+    is none of a class, or if one shares weights with the rest of the model"""
+    if blocks is True: return [m for m in repeated_blocks(model) if m is not model and not _shared(m, model)]
     by_class = isinstance(blocks, tuple)
     wanted = (lambda m: isinstance(m, blocks)) if by_class else blocks
     named = {k: m for k,m in model.named_modules() if m is not model and wanted(m) and _owns(m)}
     if by_class and not named:
         own = ', '.join(sorted({type(m).__name__ for m in model.children() if _owns(m)}))
         raise ValueError(f'shard=: it has no such module with weights. Give classes of this model: {own}')
-    names = {id(m): k for k,m in named.items()}
     for k,m in named.items():
         need(_runs(m), f'shard=: {k} is a list, which has no forward pass: give the modules in it')
-    groups = tied_groups([*named.values()][::-1])
-    for g in groups:
-        for o in _shared(g, model):
-            what = f'shard=: {names[id(g[-1])]} shares weights with {o}'
-            raise ValueError(f'{what}: leave it to the rest of the model, or give the module that holds both')
-    return groups
+        for o in _shared(m, model):
+            raise ValueError(f'shard=: {k} shares weights with {o}: leave it to the rest of the model, or give the '
+                             'module that holds both')
+    return [*named.values()][::-1]
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h3f650b5
 def check_model(model, known=()):
     """ValueError for a model that cannot be sharded, before anything is changed; `known`: names of weights that a file
     has"""
-    stored = [k for k,p in model.named_parameters() if hasattr(p, 'stored')]
-    need_values(model, {*known,*stored})
+    need_values(model, known)
     for k,p in model.named_parameters():
         why = _refused(p)
         need(why is None, f'shard=: {k} {why}')
@@ -191,94 +141,47 @@ def _refused(p):
     if not p.ndim: return 'is a single number, which cannot be cut: make it a tensor of shape (1,)'
     if not p.is_contiguous(): return 'is not contiguous: model.to(memory_format=torch.contiguous_format)'
 
-def check_opt(opt):
-    "ValueError for an optimizer whose state has no parts"
-    states = [o.state for o in optimizers_in(opt) if isinstance(getattr(o, 'state', None), Mapping)]
-    for p,s in chain(*(o.items() for o in states)):
-        tensors = [t for t in s.values() if isinstance(t, torch.Tensor)] if isinstance(s, dict) else []
-        bad = next((t for t in tensors if t.numel()>1 and t.shape!=p.shape), None)
-        if bad is None: continue
-        raise ValueError(f'shard=: {type(opt).__name__} keeps {tuple(bad.shape)} for weights of {tuple(p.shape)}, '
-                         'which cannot be cut as they are: set learn.opt = None before the context')
-
 # %% ../../nbs/distributed/09_sharded.ipynb #hf17431c
-class GatherOrder:
-    """In which order the blocks of a model are gathered in a batch of evaluation, so that a rank without a batch can
-    take part"""
-    def __init__(self, model, blocks:list): # lists of modules that are gathered together
+class Passes:
+    """The forward passes of a sharded model, each of which gathers weights from all ranks. In evaluation a rank without
+    a batch runs as many as the others, with a batch of theirs"""
+    def __init__(self, model, blocks:list): # the model itself is the last one
         self.model,self.blocks = model,blocks
-        self.order = None # Numbers of blocks; None: no rank has run the model
-        self.log = None   # Those that were gathered in the running batch; None: it is none of evaluation
         self.alone = False # Whether code runs on rank 0 only, where the model cannot be called
-        self.handles,self.n_batches = [],0
-        self.key = f'sharded/{count("sharded")}' # in the store, where the first pass of all writes its order
+        self.begun = False # Whether a batch of evaluation is computed
+        self.n,self.usual = 0,1 # Passes since it began, and in the last batch that had any
+        self.handles = []
 
-    def watch(self, holders:list):
-        "Note which block each pass gathers; have nothing gathered after a pass. holders: (module, name) of each weight"
-        owner = {} # The number of the innermost block: inner ones come first
-        for i,b in reversed([*enumerate(self.blocks)]):
-            for o in b: owner |= {id(m): i for m in o.modules()}
-        first = {owner[id(m)]: (m,k) for m,k in reversed(holders)}
-        for i,holder in first.items():
-            note = partial(self._note, i, holder)
-            self.handles += [m.register_forward_pre_hook(note, prepend=True) for m in self.blocks[i]]
-        self.handles.append(self.model.register_forward_hook(self._rest))
+    def watch(self):
+        "Count passes; have nothing gathered after one"
+        for m in self.blocks: self.handles.append(m.register_forward_pre_hook(self._check, prepend=True))
+        self.handles.append(self.model.register_forward_hook(self._end))
 
     def unwatch(self):
         while self.handles: self.handles.pop().remove()
 
-    def _note(self, i, holder, *_):
-        if self.alone:
-            raise ValueError('a callback calls the model on rank 0 only, which has a part of it: after the context')
-        if self.log is None or not is_sharded(getattr(*holder)): return
-        self.log.append(i)
-        if self.order is None: shared_store().set(f'{self.key}/{len(self.log)}', str(i))
+    def _check(self, *_):
+        need(not self.alone, 'a callback calls the model on rank 0 only, which has a part of it: after the context')
 
-    def _rest(self, *_):
+    def _end(self, *_):
+        self.n += 1
         if torch.is_grad_enabled(): return
-        for b in self.blocks: b[0].reshard()
+        for m in self.blocks: m.reshard()
         forget_passes(self.model)
 
     def begin_batch(self):
         "Before a batch of evaluation"
-        self.log = []
-        self.n_batches += 1
+        self.begun,self.n = True,0
 
-    def end_batch(self):
-        """After a batch of evaluation, once; on a rank that has not run the model: take part in the gathers of the
-        others. Sync point"""
-        log,self.log = self.log,None
-        if log is None: return
-        if self.order is None and log:
-            shared_store().set(f'{self.key}/{len(log)+1}', 'end')
-            self.order = log
-        elif self.order is None:
-            fsdp_ready(self.model)
-            self.order = self._learn()
-        elif not log:
-            for i in self.order: self._gather(i)
-
-    def _gather(self, i):
-        self.blocks[i][0].unshard()
-        self.blocks[i][0].reshard()
-
-    def _learn(self):
-        "Follow the others' first pass, whose order stands in the store; None if no rank runs one"
-        store = shared_store()
-        end = monotonic()+group_timeout()
-        skips = f'{self.key}/skips/{self.n_batches}'
-        order = []
-        store.add(skips, 1)
-        while True:
-            found = wait_key(store, f'{self.key}/{len(order)+1}', .3)
-            if found=='end': return order
-            if found is not None:
-                order.append(int(found))
-                self._gather(order[-1])
-            elif not order and store.add(skips, 0)==group_size(): return None
-            elif monotonic()>end:
-                message = f'no rank has run the model in {group_timeout():g} s'
-                raise TimeoutError(f'{message}: validate and predict on all ranks')
+    @torch.no_grad()
+    def end_batch(self, xb:tuple):
+        """After a batch of evaluation with the inputs `xb`, once: if this rank has not run the model, since it had no
+        batch or cancelled it, it does so now. Sync point"""
+        if not self.begun: return
+        self.begun = False
+        if self.n: self.usual = self.n
+        else:
+            for _ in range(self.usual): call_model(self.model, xb, self.model)
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h16f05
 def with_shared(model, file)->dict:
@@ -291,19 +194,12 @@ def with_shared(model, file)->dict:
         if found: res |= {k: file[found[0]] for k in ks if k not in file}
     return res
 
-def fill_parts(model, pairs:list, file:dict, home):
-    """Give values to the tensors of a sharded model that are on the meta device: those that ranks have stored, or those
-    of a file, by name. pairs: (parameter before, its part) of each weight; home: the device of parts; buffers go where
-    ranks compute"""
-    device = pairs[0][1].device_mesh.device_type
-    before = {id(p): old for old,p in pairs}
+def fill_parts(model, file:dict, home, device):
+    """Give the tensors of a sharded model that are on the meta device the values of a file, by name. home: the device
+    of parts; device: where ranks compute, and buffers are"""
     def value(t):
         if not t.is_meta: return t
-        old = before.get(id(t))
-        if not hasattr(old, 'stored'): return torch.empty_like(t, device=home if is_sharded(t) else device)
-        found = old.stored.part(t, home)
-        del old.stored # one of them is enough
-        return found
+        return torch.empty_like(t, device=home if is_sharded(t) else device)
     if on_meta(model): replace_tensors(model, value) # as `to_empty`, but for those that have values
     if file: load_model(model, file)
 
@@ -345,18 +241,17 @@ class Sharded(Trained):
             version = torch.__version__
             raise ValueError(f'shard=: FSDP2 of torch {version} does not run on the CPU: get a newer torch')
         opts = engine.opts.shard
-        replicas = replicas_of(opts.replicas, gather_objects((local_rank(),local_size())))
-        self.opts = opts = opts._replace(replicas=replicas)
+        W,n = group_size(),opts.replicas
+        need(W%n==0, f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
+        self.opts = opts
         self.offload = offload_of(device) if opts.offload else None
         self.file = {}
         if opts.weights: self.file = with_shared(self.model, load_weights(opts.weights, mapped=True)[0])
         check_model(self.model, self.file)
-        check_opt(self.learn.opt)
-        self.blocks = [*find_blocks(self.model, opts.blocks),[self.model]] # lists of modules that are gathered together
-        self.gathers = GatherOrder(self.model, self.blocks)
+        self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
+        self.passes = Passes(self.model, self.blocks)
         self.pairs = [] # (parameter before, its part)
         self.checked = False # Whether all weights had a gradient in this fit's first step
-        self._sync = True # Whether the next backward pass exchanges gradients
 
     def shard(self):
         "Spread the model and the optimizer's state over the ranks. Sync point"
@@ -374,12 +269,12 @@ class Sharded(Trained):
             self.model.to = lambda *_,**kw: self.model
         try:
             for b in self.blocks:
-                if opts.mp: kw['mp_policy'] = policy_of(opts.mp, b[0] is self.model)
-                fully_shard(b if len(b)>1 else b[0], **kw)
+                if opts.mp: kw['mp_policy'] = policy_of(opts.mp, b is self.model)
+                fully_shard(b, **kw)
         finally:
             now = {id(p): (p,getattr(m, k)) for m,k,p in self.holders}
             self.pairs = [(old,p) for old,p in now.values() if is_sharded(p)]
-        fill_parts(self.model, self.pairs, self.file, home)
+        fill_parts(self.model, self.file, home, self.learn.device)
         self.file = None
         for old,p in self.pairs: vars(p).update(vars(old))
         exchange_params(self.learn.opt, {id(old): p for old,p in self.pairs}, state_part)
@@ -387,7 +282,7 @@ class Sharded(Trained):
             grad,old.grad = old.grad,None
             if grad is not None: p.grad = shard_of(grad, p)
             if not old.is_meta: old.data = old.data.new_empty(0) # this memory is what sharding is for
-        self.gathers.watch([(m,k) for m,k,_ in self.holders])
+        self.passes.watch()
 
     def begin(self, sync_bn):
         "At the start of a fit"
@@ -429,14 +324,7 @@ class Sharded(Trained):
     def begin_last(self, pending): "Before the last backward pass of a step"
 
     def set_exchange(self, on:bool):
-        "Whether the next backward pass is to exchange gradients"
-        if not self.opts.sync_once or on==self._sync: return
-        self._sync = on
-        self.model.set_requires_gradient_sync(on)
-
-    def full_grads(self, drop=False)->list:
-        "Gradients, of whole shape, of this rank's backward passes that did not exchange them; `drop`: forget them"
-        return full_grads(self.model, drop)
+        "Each backward pass exchanges gradients: memory for whole ones is what a sharded run has not got"
 
     def after_backward(self, pending=()):
         "After the last backward pass of a step: average gradients of others, look for missing ones. Sync point"
@@ -444,7 +332,7 @@ class Sharded(Trained):
         for on,(_,p) in zip(self.trained, self.pairs):
             # frozen after the forward pass: in one process it has no gradient either
             if on and not p.requires_grad: p.grad = None
-        if self.checked or not self._sync: return
+        if self.checked: return
         self.checked = True
         idle = without_gradient(self.model)
         need(not idle, f"no gradient for {', '.join(idle)}: freeze what takes no part in the loss, with "
@@ -452,62 +340,57 @@ class Sharded(Trained):
 
     def on_rank0(self):
         "Context whose body runs on rank 0 only, where the model cannot be called"
-        return replaced(self.gathers, alone=True)
+        return replaced(self.passes, alone=True)
 
     def begin_batch(self):
-        "See `GatherOrder`"
-        self.gathers.begin_batch()
+        "Before a batch of evaluation"
+        self.passes.begin_batch()
     def end_batch(self):
-        "See `GatherOrder`"
-        self.gathers.end_batch()
-    def join_batch(self):
-        "On a rank that has no more batch, while others have: take part in their gathers. Sync point"
-        self.begin_batch()
-        self.end_batch()
+        "After it, or when it is cancelled. Sync point"
+        self.passes.end_batch(self.learn.xb)
+    def join_batch(self, xb:tuple):
+        "On a rank that has no more batch, while others have: run the model on inputs of theirs. Sync point"
+        self.passes.begin_batch()
+        self.passes.end_batch(xb)
 
     def undo(self):
         "At the end of a fit"
         if self.undo_bn: self.undo_bn()
 
     def restore(self):
-        """Give the learner its model back, and its optimizer the whole state. Parameters are the same objects, but for
-        those that had no values before or get none. Sync point"""
+        """Give the learner its model and its optimizer back: the same parameters, with whole values; but those that had
+        no values before the context have none after it. Sync point"""
         pairs,self.pairs = self.pairs,[]
-        self.gathers.unwatch()
+        self.passes.unwatch()
         if not pairs: return
         from torch.distributed.fsdp import FSDPModule
-        keeps = self.opts.keep_sharded
-        with nullcontext(True) if keeps else any_group() as here:
+        opt = self.learn.opt
+        with any_group() as here:
             if not here: warn('lost-weights', _lost)
-            get = keep_part if keeps else partial(self._whole, here)
-            back = {id(p): _given_back(old, p, get) for old,p in pairs}
-            exchange_params(self.learn.opt, back, lambda p,t: get(t) if is_sharded(t) else t)
-            for o in self.engine.tracked: o.weights = {k: get(t) if is_sharded(t) else t for k,t in o.weights.items()}
-        vars(self.model).pop('to', None)
-        for m,cls,names in self.before:
-            forget_fsdp(m, names)
-            if isinstance(m, FSDPModule): m.__class__ = cls
-        olds = {id(old): back[id(p)] for old,p in pairs}
-        for m,k,p in self.holders: setattr(m, k, olds.get(id(p), p))
+            for old,p in pairs:
+                old.requires_grad_(p.requires_grad)
+                if old.is_meta: continue
+                old.data = self._whole(here, p.detach())
+                if p.grad is not None: old.grad = self._whole(here, p.grad)
+            def of_state(p, t): return t if p.is_meta else self._whole(here, t)
+            exchange_params(opt, {id(p): old for old,p in pairs}, of_state)
+            vars(self.model).pop('to', None)
+            for m,cls,names in self.before:
+                forget_fsdp(m, names)
+                if isinstance(m, FSDPModule): m.__class__ = cls
+            for m,k,p in self.holders: setattr(m, k, p)
+            gone = on_meta(self.model)
+            for o in self.engine.tracked:
+                o.weights = {k: self._whole(here, t) for k,t in o.weights.items() if k not in gone}
         self.holders = self.before = ()
+        # its state is that of parameters without values
+        if opt is not None and any(p.is_meta for p in chain(*groups_of(opt))): self.learn.opt = None
 
     def _whole(self, here:bool, t):
         "The whole of a part; without the other ranks an empty tensor"
+        if not is_sharded(t): return t
         device = self.learn.device
         return full_tensor(t).to(device) if here else torch.empty(0, dtype=t.dtype, device=device)
-
-def _given_back(old, p, get):
-    "The parameter that takes the place of the part `p`: `old` with its value"
-    if p.is_meta: return old # it was not filled
-    val = get(p.detach())
-    if old.is_meta or val.is_meta: # torch lets no tensor change its device
-        new = nn.Parameter(val, p.requires_grad)
-        vars(new).update(vars(old)|vars(val))
-        return new
-    old.data = val
-    old.requires_grad_(p.requires_grad)
-    if p.grad is not None: old.grad = get(p.grad)
-    return old
 
 _muon = ("torch's Muon computes an update in bfloat16, and rounds otherwise over parts of a matrix: it may differ by a "
          'quarter from that of one process. The fit is as good, but do not compare digits; or use DDP with max_bs=')

@@ -23,7 +23,7 @@ from ..data import distributed_dl as core
 from ..distributed.shares import Share
 from ..data.distributed_dl import collate_parts,in_order,is_quiet
 from ..data.distributed_dl import parted,reindexed,whole_batches,with_settings
-from ..data.sharding import Deal,share_len
+from ..data.sharding import Deal
 
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
 names.update( # Private names of fastai; those of torch are in `core.compat`
@@ -184,7 +184,7 @@ def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
 # %% ../../nbs/fastai/00_loaders.ipynb #bybatch1
 class _RankBatches(RankOrder):
     "In place of `get_idxs`: the indices of a rank's batches"
-    def __call__(self): return [i for b in self.order for i in b]
+    def __call__(self): return [*chain.from_iterable(self.order)]
 
 def _of_batches(dl, dealer):
     batches = BatchSampler(_Indices(shallow(dl), dealer), dl.bs, dl.drop_last)
@@ -201,7 +201,8 @@ def _(dl:DataLoader, dealer):
 class _PaddedAlike:
     "In place of `get_idxs` and `create_batches`: pads each batch to the longest sample of the global batch"
     def __init__(self, dl, order):
-        self.dl,self.order,self.items = dl,order,_Items(dl, order.dealer)
+        self.dl,self.order = dl,order
+        self.items = _Items(dl, order.dealer)
         dl.get_idxs,dl.create_batches = self.get_idxs,self.create_batches
     def get_idxs(self):
         "The indices of a rank; stores the longest sample of each global batch"
@@ -255,7 +256,7 @@ class _Rows(_Streams):
 @whole_batches.register
 def _(dl:LMDataLoader, dealer):
     whole = dl.new()
-    rows = share_len(dl.bs, dealer.rank, dealer.world_size, False)
+    rows = len(range(dealer.rank, dl.bs, dealer.world_size))
     dealer.use(unit='row')
     new = _of_texts(dl, whole, _Rows(whole, dealer))
     new.bs,new.n = max(rows, 1),dl.n_batches*rows
@@ -265,7 +266,8 @@ def _(dl:LMDataLoader, dealer):
 class _EachPart:
     "In place of `get_idxs` and `create_batches`: a step's samples on all ranks, then a batch for each part of this one"
     def __init__(self, dl, order):
-        self.dl,self.order,self.items = dl,order,_Items(dl, order.dealer)
+        self.dl,self.order = dl,order
+        self.items = _Items(dl, order.dealer)
         dl.get_idxs,dl.create_batches = self.get_idxs,self.create_batches
     def get_idxs(self):
         "No indices; stores those of each part of each step"
@@ -291,8 +293,7 @@ def _(dl:DataLoader, dealer):
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c021
 class DistributedDL(core.DistributedDL):
-    """One rank's shard of a data set, as in our own, or of a loader, dealt like cards; `new` returns a loader over all
-    the data"""
+    "One rank's shard of a data set, as in our own, or of a loader, dealt like cards"
     def __init__(self, dataset,
         rank=None, world_size=None, # None: from the launcher
         *,
@@ -305,9 +306,6 @@ class DistributedDL(core.DistributedDL):
             return super().__init__(dataset, rank, world_size, seed=seed, pad=pad, **kw)
         self._split(with_settings(dataset, **kw) if kw else dataset, Deal(rank, world_size, pad), seed)
     reader = property(lambda self: getattr(self.dl, 'fake_l', None), doc="As of torch's loader; None without one")
-    def new(self, *args, **kwargs):
-        "A plain loader over all the data"
-        return self.source.new(*args, **kwargs)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #shdl01
 class ShareDL(Share, DistributedDL): "A rank's shard of the loader of a learner in a context"

@@ -351,7 +351,7 @@ class Learner:
         with_loss: Also return the loss of each sample, after the targets
         act: A function to apply to the predictions; None: the loss function's `activation`, if it has one
         reorder: True: in the order of the data set; False: in the order of the loader
-        gather: 'rank0': on other ranks all results are None. A `Path`: they are mapped from files in this folder, see below
+        gather: 'rank0': on other ranks all results are None
         cbs: Callbacks for this loop only
         returns: (predictions, targets) in the model's structure: CPU tensors, or lists of what does not fit one tensor"""
 

@@ -199,7 +199,8 @@ def follows(whole:tuple, parts:list, tol:float):
 def counted_rows(pred, yb, n:int)->int:
     """What a mean counts of which nothing is known: samples; nodes or tokens, if all tensors have so many rows. pred,
     yb: prediction and targets of a batch; n: number of samples in it"""
-    found = [o for b in (pred,*listed(yb)) for o in batch_leaves(b, n)]
+    found = []
+    for b in (pred,*listed(yb)): found += batch_leaves(b, n)
     ts = [o for o in found if isinstance(o, Tensor) and o.ndim]
     if len(ts)<2 or any(isinstance(o, (list,tuple)) for o in found): return n
     time_first = all(o.shape[1:2]==(n,) for o in ts)

@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/learner/10_predictions.ipynb #56d3b1bf
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from fastcore.basics import listify,noop,patch
@@ -20,7 +19,7 @@ from ..core.random import mix_seed,shared_rng
 from ..core.stacks import need
 from ..data.distributed_dl import in_order,with_settings
 from ..data.loaders import all_inputs,as_list,pipe,single
-from ..data.rows import as_samples,join_batches,listed,store_batches
+from ..data.rows import as_samples,join_batches,listed
 from .callback import Callback,Order,all_events
 from .learner import Learner
 from .losses import batch_rows,unread_loss
@@ -62,7 +61,6 @@ class GatherPreds(Callback):
         lists = {k: getattr(self, k) for k in self.names}
         if self.gathered: return tuple(lists.values())
         if not self.ns: return (None,)*len(lists)
-        if isinstance(self.gather, Path): return tuple(store_batches(lists, self.ns, self.gather).values())
         return tuple(join_batches(o, self.ns) for o in lists.values())
 
     def _row_losses(self):
@@ -94,14 +92,13 @@ def get_preds(self:Learner,
     # A function to apply to the predictions; None: the loss function's `activation`, if it has one
     act=None,
     reorder:bool=True,       # True: in the order of the data set; False: in the order of the loader
-    # 'rank0': on other ranks all results are None. A `Path`: they are mapped from files in this folder, see below
+    # 'rank0': on other ranks all results are None
     gather='all',
     cbs=None                 # Callbacks for this loop only
 )->tuple: # (predictions, targets) in the model's structure: CPU tensors, or lists of what does not fit one tensor
     """Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError
     for another `gather`"""
-    if isinstance(gather, Path): gather.mkdir(parents=True, exist_ok=True)
-    else: need(gather in ('all','rank0'), "give 'all', 'rank0', or a pathlib.Path", gather=gather)
+    need(gather in ('all','rank0'), "give 'all' or 'rank0'", gather=gather)
     if dl is None: dl = self.dls[ds_idx]
     act = act or getattr(self.loss_func, 'activation', noop)
     cb = GatherPreds(with_input, with_loss, act, gather)

@@ -36,11 +36,10 @@ def with_grad(opt)->list:
     "The parameters of an optimizer that have a gradient"
     return [p for g in opt.param_groups for p in g['params'] if p.grad is not None]
 
-def scale_grads(opt, engine, k):
-    """Multiply the gradients that parts or batches have added up. opt: the learner's optimizer; engine: what trains in
-    place of the model; it may have gradients that were not exchanged yet; k: a number or a tensor ()"""
-    whole = engine.full_grads() if hasattr(engine, 'full_grads') else []
-    grads = [*(p.grad for ps in groups_of(opt) for p in ps if p.grad is not None),*whole]
+def scale_grads(opt, k):
+    """Multiply the gradients that parts or batches have added up. opt: the learner's optimizer; k: a number or a
+    tensor ()"""
+    grads = [p.grad for p in chain(*groups_of(opt)) if p.grad is not None]
     if all(type(g) is torch.Tensor and g.layout==torch.strided for g in grads) and grads: foreach_mul(grads, k)
     else:
         for g in grads: g.mul_(k)
@@ -258,7 +257,7 @@ class GradientAccumulation(Callback):
         if not self.stepping or self.runner.loop.weighs: return
         k = self.n_acc/(self.items+(self.items==0))
         is_one = not isinstance(k, torch.Tensor) and k==1
-        if not is_one and loss_kind(self.learn)!='sum': scale_grads(self.opt, None, k)
+        if not is_one and loss_kind(self.learn)!='sum': scale_grads(self.opt, k)
 
     def before_step(self):
         if not self.stepping: raise CancelBatchException
@@ -271,7 +270,6 @@ def _forget(self:GradientAccumulation):
     "Drop the gradients of an incomplete group, after its loop ended early"
     if self.count and self.opt is not None:
         self.opt.zero_grad()
-        if sharded := getattr(self.runner, 'sharded', None): sharded.full_grads(drop=True)
     self.after_step()
     self.marks.clear()
     self.at = None
