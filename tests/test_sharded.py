@@ -160,7 +160,7 @@ same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=eve
             frozen=even(model=partly_frozen), tied=even(model=tied),
             accumulation=even(cbs=[acc(24)]), odd=even(cbs=[acc(36)], n=56),
             recurrent=even(model=Recurrent), batchnorm=even(model=bn, n=36), root=even(shard=dict(blocks=lambda m: False)),
-            linears=even(shard=dict(blocks=[nn.Linear])),
+            linears=even(shard=dict(blocks=[nn.Linear])), tied_blocks=even(model=tied_layers, shard=dict(blocks=Layer)),
             light=even(model=light), kept=even(shard=dict(reshard=False)), dropped=even(shard=dict(blocks=Layer, reshard=True)),
             stopping=even(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(5,)))
 
