@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from .compat import abort_device_work,abort_group,built_for,call_at_first_use
-from .compat import default_store,destroy_group,fake_store,in_bad_fork,set_timeout
+from .compat import abort_device_work,abort_group,built_for,default_store
+from .compat import destroy_group,fake_store,in_bad_fork,set_timeout
 from .files import environment
 from .hosts import alone_warning,check_rank,foreign_rank,keep_alive
-from .stacks import describe_error,frames_of_caller,frames_of_thread
+from .stacks import describe_error,frames_of_thread
 from .stacks import need,preempted_status,users_frame,warn
 
 # %% ../../nbs/core/01_env.ipynb #c004l
@@ -82,8 +82,7 @@ def default_device(
     """The device of this process: an accelerator of torch's (cuda, xpu, mps, …) if there is one, else the CPU.
     ValueError for a `device` that is not visible"""
     if in_bad_fork():
-        used = ' at '.join([f'{built_for().type} was used',*_first_use])
-        raise RuntimeError(f'{used}, and then this process was forked: start ranks by run()')
+        raise RuntimeError(f'{built_for().type} was used before this process was forked: start ranks by run()')
     n = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if device is None: device = cuda_id
     kind,_,index = str(device).rpartition(':')
@@ -96,11 +95,6 @@ def default_device(
     if own_backend(chosen) or not (num_distrib()>1 or in_group()): return chosen
     warn('cpu-ranks', f'ranks cannot exchange tensors of {chosen.type}, and train on the CPU')
     return torch.device('cpu')
-
-_first_use = [] # The line that was the first to use the accelerator
-def _note_first_use(): _first_use[:] = [str(users_frame(frames_of_caller()))]
-call_at_first_use(_note_first_use)
-
 
 # %% ../../nbs/core/01_env.ipynb #devs02
 @cache
@@ -542,11 +536,11 @@ def _open_ours(device, **kw):
         threading.Thread(target=_watch_device, args=args, daemon=True, name='watch-device').start()
     return chosen
 
-def _freeze_in_forks(done=[]): # noqa: B006 - once in a process
+@cache # Once in a process
+def _freeze_in_forks():
     """Let the garbage collector of a forked process, such as a loader's worker, leave alone what this process had. A
     group's destructor would wait there for threads that a fork does not have, for ever"""
-    if not done and hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=gc.freeze)
-    done.append(1)
+    if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=gc.freeze)
 
 def _new_group(**kw):
     "A further group of all ranks. A rank that left before all have connected would fail those that still connect"

@@ -89,10 +89,8 @@ def count_warnings():
     is_off = any(('ignore',None,o,None,0) in warnings.filters for o in (Warning,UserWarning))
     if not _warned or is_off or os.environ.get('RANK', '0')!='0': return
     n = len(_warned)
-    text = f"{n} warning{'s'*(n>1)}: {', '.join(_warned)}"
+    print(f"{n} warning{'s'*(n>1)}: {', '.join(_warned)}", file=sys.stderr)
     _warned.clear()
-    has_colour = sys.stderr.isatty() and not os.environ.get('NO_COLOR') and os.environ.get('TERM')!='dumb'
-    print(f'\033[33m{text}\033[0m' if has_colour else text, file=sys.stderr)
 
 # %% ../../nbs/core/00_stacks.ipynb #c009
 def report_folder():
@@ -196,4 +194,4 @@ _inner = 'wait_key','wait_keys','everyones'
 _called = dict(_engine_run_backward='backward')
 _called |= dict.fromkeys(('receive','send'), 'the vote of a step')
 _called |= dict.fromkeys(('_open','_new_group'), 'the start of the group')
-_called |= dict.fromkeys(('_await_rank0','_in_turn'), 'rank0_first')
+_called['_await_rank0'] = 'rank0_first'
