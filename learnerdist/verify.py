@@ -160,13 +160,6 @@ class Recording:
         steady = is_steady(learn.dls.train)
         self.rec |= dict(dtype=[*dtypes,'float32'][0], steady=steady, draws=not steady)
 
-    def print_progress(self):
-        "Write over the line of the step before, on a terminal alone"
-        if group_rank() or not sys.__stderr__.isatty(): return
-        who = 'one process' if self.n_alone else f'process 1 of {group_size()}'
-        step = f"step {len(self.rec['rows'])} of {self.steps}, {who}"
-        print(f'\r\033[K{step}', end='', file=sys.__stderr__, flush=True)
-
     def add(self, kind:str, tensors:dict, step:int=None):
         "Record tensors; step: None: the present one"
         step = len(self.rec['rows']) if step is None else step
@@ -233,7 +226,6 @@ class Last(Callback):
         record.add('weights', params)
         self.rec['rows'].append(record.rows)
         self.rec['shapes'].append(record.shapes)
-        record.print_progress()
         self.before_train()
 
     def after_batch(self):
@@ -495,25 +487,19 @@ def get_parser()->argparse.ArgumentParser:
     p.add_argument('--nproc', type=int, default=2, help='processes to compare with one (2)')
     p.add_argument('--steps', type=int, default=20, help='steps of the optimizer to compare (20)')
     p.add_argument('--dtype', choices=_dtypes, help='default: float64 where the model allows it')
-    p.add_argument('--no-dropout', action='store_true', help=argparse.SUPPRESS)
     p.add_argument('-m', dest='module', action='store_true', help='a module follows, not a script')
     p.add_argument('target', metavar='script.py', help='its first fit in a distrib_ctx is compared')
     p.add_argument('args', nargs=argparse.REMAINDER, help='arguments of the script')
     return p
 
 # %% ../nbs/02_verify.ipynb #a150fcb8
-def main(
-    args:list|None=None # Command line; default: the process's own
-)->int:                 # Exit status
-    "The command line `python -m learnerdist.verify`"
+def main(args:list|None=None)->int:
+    "The command line `python -m learnerdist.verify`. args: of the process, if None are given; returns: exit status"
     args = vars(get_parser().parse_args(args))
-    try:
-        need(not args.pop('no_dropout'), '--no-dropout: leave it out, draws are compared exactly')
-        res = verify(args.pop('target'), *args.pop('args'), **args)
+    try: res = verify(args.pop('target'), *args.pop('args'), **args)
     except (NoRun,RanksError,ValueError) as e:
         print(f'learnerdist.verify: {e}', file=sys.stderr)
         return 2
-    if sys.stderr.isatty(): print('\r\033[K', end='', file=sys.stderr, flush=True) # the line of progress
     print(res)
     return int(not res.same)
 

@@ -4,7 +4,8 @@ from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 import pytest,torch,torch.distributed as dist
-from learnerdist.testing import RanksError,leak_check,run_ranks
+from leaks import leak_check
+from learnerdist.testing import RanksError,run_ranks
 
 def rank(): return int(os.environ['RANK'])
 

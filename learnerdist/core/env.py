@@ -76,15 +76,13 @@ def own_rank()->int:
 def default_device(
     *, # fastai's first argument has another meaning
     # Index of a visible accelerator, or 'cuda:1'; None: this process's local rank, modulo their number
-    device:int=None,
-    cuda_id:int=None # The old name of `device`
+    device:int=None
 )->torch.device:
     """The device of this process: an accelerator of torch's (cuda, xpu, mps, …) if there is one, else the CPU.
     ValueError for a `device` that is not visible"""
     if in_bad_fork():
         raise RuntimeError(f'{built_for().type} was used before this process was forked: start ranks by run()')
     n = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    if device is None: device = cuda_id
     kind,_,index = str(device).rpartition(':')
     is_visible = index.isdigit() and int(index)<n and kind in ('',built_for().type)
     if device is not None and not is_visible:
@@ -276,19 +274,21 @@ def _print_once(store, key, what):
 
 class Waits:
     "Prints on stderr what the main thread waits for, after 5 s"
-    def __init__(self): self.what,self.since,self.n,self.thread = '',0.,0,None
+    what = '' # The collective, or the vote, that it is in
+    since = 0.
+    n = 0     # Its number
+    thread = None
 
     @contextmanager
     def __call__(self, what:str):
         "what: a collective, after 'waits for the other ranks in'"
-        is_main = threading.current_thread() is threading.main_thread()
-        if self.what or not is_main: # within another one
-            yield
-            return
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._watch, daemon=True, name='waits')
-            self.thread.start()
-        self.what,self.since,self.n = what,time.perf_counter(),self.n+1
+        if threading.current_thread() is threading.main_thread():
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._watch, daemon=True, name='waits')
+                self.thread.start()
+            self.n += 1
+            self.since = time.perf_counter()
+            self.what = what
         try: yield
         finally: self.what = ''
 
@@ -389,13 +389,11 @@ def _without_abort():
 def setup_distrib(
     device:int=None,     # This process's accelerator, as in `default_device`; None: by local rank, or the CPU
     backend:str=None,    # For `init_process_group`; None: chosen by the ranks' devices, see `backend_for`
-    timeout_s:float=1800,# Seconds after which a collective gives up on an absent rank
-    cuda_id:int=None     # The old name of `device`
+    timeout_s:float=1800 # Seconds after which a collective gives up on an absent rank
 )->torch.device:         # The device of this process
     """Join the process group that the launcher prepared. Without a launcher, or in an open group, only choose the
     device. Sync point"""
     read_launcher()
-    if device is None: device = cuda_id
     if in_group() or not num_distrib(): return _use(device)
     name = _next_group()
     store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)
@@ -510,7 +508,6 @@ def process_group(
     failed = True
     _users.append(user)
     try:
-        device = kw.pop('cuda_id', device) # its old name
         chosen = setup_distrib(device, **kw) if _ours else _open_ours(device, **kw)
         _set_timeout()
         yield chosen

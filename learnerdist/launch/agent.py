@@ -226,6 +226,13 @@ def choose_meeting(args):
     args.local_addr = args.local_addr or '127.0.0.1'
     os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
 
+unanswered_s = 30 # After the time in which c10d reaches a machine that is there
+
+def _give_up(where):
+    "End this launcher: the program that listens there would be waited for without end"
+    log(f'{where} does not answer as a rendezvous: another program has this port. Give another one in --rdzv-endpoint')
+    os._exit(1)
+
 def spec_of(args)->WorkerSpec:
     "What torchrun's agent is to run. args: torchrun's arguments"
     config,*_ = config_from_args(args)
@@ -233,7 +240,12 @@ def spec_of(args)->WorkerSpec:
     name = config.local_addr
     n = config.min_nodes,config.max_nodes
     params = RendezvousParameters(*at, *n, local_addr=name, **config.rdzv_configs)
-    handler = get_rendezvous_handler(params)
+    limit_s = int(config.rdzv_configs.get('read_timeout', 60))+unanswered_s
+    silent = threading.Timer(limit_s, _give_up, [config.rdzv_endpoint])
+    silent.daemon = True
+    silent.start()
+    try: handler = get_rendezvous_handler(params) # c10d connects
+    finally: silent.cancel()
     how = dict(max_restarts=config.max_restarts, monitor_interval=config.monitor_interval)
     how |= dict(entrypoint='python', local_addr=name)
     spec = WorkerSpec(config.role, config.nproc_per_node, handler, **how)
@@ -250,7 +262,7 @@ def run_with_others(job:Job)->int:
     for o in job.signals: signal.signal(o, signal.SIG_DFL) # C++ connects, for a minute, and Python would not hear it
     choose_meeting(args)
     where = args.rdzv_endpoint or f'{args.master_addr}:{args.master_port}'
-    try: spec = spec_of(args) # c10d connects
+    try: spec = spec_of(args)
     except (RendezvousConnectionError, DistError) as e:
         log_cut_off(e, where)
         return 1
