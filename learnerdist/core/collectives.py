@@ -57,9 +57,11 @@ def to_host(o):
     "`o`, nested lists and dicts, with the tensors of a device in host memory, which are read at once"
     own = [t for t in tree_leaves(o) if _is_away(t)]
     if not own: return o
-    flat = torch.cat([t.detach().to(own[0].device).contiguous().reshape(-1).view(torch.uint8) for t in own]).cpu()
-    parts = iter(flat.split([t.nbytes for t in own]))
-    return tree_map(lambda t: next(parts).clone().view(t.dtype).reshape(t.shape) if _is_away(t) else t, o)
+    device = own[0].device
+    flat = [t.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for t in own]
+    parts = iter(torch.cat(flat).cpu().split([t.nbytes for t in own]))
+    def read(t): return next(parts).clone().view(t.dtype).reshape(t.shape) if _is_away(t) else t
+    return tree_map(read, o)
 
 def _is_away(t):
     plain = isinstance(t, Tensor) and t.layout is torch.strided and not t.is_quantized

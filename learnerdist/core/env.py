@@ -137,6 +137,15 @@ def launch_store(timeout_s=300):
         if store is not None: stores['launch'] = store
     return stores.get('launch')
 
+@contextmanager
+def after(seconds:float, func, *args):
+    "Context whose body, if it takes longer, has a thread call `func(*args)`"
+    timer = threading.Timer(seconds, func, args)
+    timer.daemon = True
+    timer.start()
+    try: yield
+    finally: timer.cancel()
+
 def _connect(timeout_s):
     "`connect_store` of this rank; it prints on stderr after 5 s that it waits"
     read_launcher()
@@ -148,14 +157,12 @@ def _connect(timeout_s):
     if is_host:
         late = f'rank 0 cannot reach itself at {at}: is MASTER_ADDR an address of this machine?'
         why = 'cannot listen: is there another rank 0, or is the port taken?'
-    timer = threading.Timer(5, print, [late], dict(file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try: return connect_store(os.environ, timeout_s, is_host)
+    try:
+        with after(5, lambda: print(late, file=sys.stderr, flush=True)):
+            return connect_store(os.environ, timeout_s, is_host)
     except dist.DistNetworkError as e:
         at += f' ({str(e).splitlines()[0]})'
         raise dist.DistNetworkError(f'{rank} {why} MASTER_ADDR:MASTER_PORT={at}') from e
-    finally: timer.cancel()
 
 def shared_store():
     "The store of this launch, or else that of a group that the script opened; None in a single process"
@@ -533,11 +540,11 @@ def _open_ours(device, **kw):
         threading.Thread(target=_watch_device, args=args, daemon=True, name='watch-device').start()
     return chosen
 
-@cache # Once in a process
-def _freeze_in_forks():
+def _freeze_in_forks(done=[]): # noqa: B006 - once in a process
     """Let the garbage collector of a forked process, such as a loader's worker, leave alone what this process had. A
     group's destructor would wait there for threads that a fork does not have, for ever"""
-    if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=gc.freeze)
+    if not done and hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=gc.freeze)
+    done.append(1)
 
 def _new_group(**kw):
     "A further group of all ranks. A rank that left before all have connected would fail those that still connect"

@@ -41,12 +41,10 @@ def rank0_first(
         raise
     finally:
         _running.pop()
-        with _without_rank0(): store.set(f'{key}/{me}', 'left')
-    with _without_rank0():
+        with suppress(dist.DistNetworkError): store.set(f'{key}/{me}', 'left')
+    with suppress(dist.DistNetworkError): # rank 0 ran the store, and has left
         if not is_nested: wait_keys(store, {r: f'{key}/{r}' for r in range(n)}, _week, what)
     return res
-
-def _without_rank0(): return suppress(dist.DistNetworkError) # rank 0 ran the store, and has left
 
 def _await_rank0(store, key, what):
     try: state = wait_key(store, key, _week, 0, what)

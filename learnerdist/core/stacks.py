@@ -28,7 +28,8 @@ def frames_of(stack)->list:
     if not isinstance(stack, BaseException): return [Frame(f, int(n), name) for f,n,name in _frame.findall(stack)]
     tb = stack.__traceback__
     inner = [Frame(o.filename, o.lineno, o.name) for o in traceback.extract_tb(tb)]
-    if isinstance(stack, SyntaxError) and stack.filename: inner.append(Frame(stack.filename, stack.lineno, '<module>'))
+    if isinstance(stack, SyntaxError) and os.path.exists(stack.filename or ''):
+        inner.append(Frame(stack.filename, stack.lineno, '<module>'))
     # and of the callers of the function that caught it
     return inner[::-1] + _walk(tb and tb.tb_frame.f_back)
 

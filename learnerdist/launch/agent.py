@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import config_from_args
 from ..core.compat import store_of_agent
+from ..core.env import after
 from ..core.hosts import keep_alive,loopback
 from .watch import Cause,Job,failures,log
 
@@ -241,11 +242,7 @@ def spec_of(args)->WorkerSpec:
     n = config.min_nodes,config.max_nodes
     params = RendezvousParameters(*at, *n, local_addr=name, **config.rdzv_configs)
     limit_s = int(config.rdzv_configs.get('read_timeout', 60))+unanswered_s
-    silent = threading.Timer(limit_s, _give_up, [config.rdzv_endpoint])
-    silent.daemon = True
-    silent.start()
-    try: handler = get_rendezvous_handler(params) # c10d connects
-    finally: silent.cancel()
+    with after(limit_s, _give_up, config.rdzv_endpoint): handler = get_rendezvous_handler(params) # c10d connects
     how = dict(max_restarts=config.max_restarts, monitor_interval=config.monitor_interval)
     how |= dict(entrypoint='python', local_addr=name)
     spec = WorkerSpec(config.role, config.nproc_per_node, handler, **how)
@@ -271,11 +268,8 @@ def run_with_others(job:Job)->int:
     def interrupt(sig, frame): raise SignalException('', signal.Signals(sig))
     for o in job.signals: signal.signal(o, interrupt)
     late = f'waits for the other machines, at {where}'
-    waiting = threading.Timer(5, lambda: agent.attempt or log(late))
-    waiting.daemon = True
-    waiting.start()
     try:
-        agent.run()
+        with after(5, lambda: agent.attempt or log(late)): agent.run()
         if failures(job.ranks): notify_others(job)
         with suppress(Exception): spec.rdzv_handler.shutdown()
     except SignalException as e: return job.status(e.sigval)
@@ -284,6 +278,5 @@ def run_with_others(job:Job)->int:
         # else a rank has failed here, of which this launcher could not notify the others
         if not found or not found[0].is_explained(): agent.report_lost(e)
         if all(o.cause in (Cause.late,Cause.stopped) for o in found): return 1
-    finally: waiting.cancel()
     if failures(job.ranks): log(*job.explain())
     return job.status()

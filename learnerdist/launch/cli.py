@@ -236,9 +236,13 @@ def _worker(parent, argv):
         log(f'rank {os.environ["RANK"]} interrupted at {users_frame(frames_of(e))}')
         sys.exit(130)
     except SystemExit as e:
-        status = (e.code or 0) & 0xff if isinstance(e.code, int|None) else 1
+        if not isinstance(e.code, int|None): # Python prints it
+            _report(e, 1)
+            raise
+        code = e.code or 0
+        status = code&0xff or int(code != 0) # of 256 the system would make 0
         if not ended_well(status): _report(e, status)
-        raise # Python prints a text
+        return status
     except BaseException as e:
         _report(e.with_traceback(_users_frames(e.__traceback__)), 1)
         _print_exception(e)

@@ -7,7 +7,7 @@ __all__ = ['ProgressCallback', 'LogWriter', 'CSVLogger']
 
 # %% ../../nbs/learner/05_loggers.ipynb #c002
 import csv,sys
-from functools import cache,partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,13 +54,13 @@ class _Smooth:
         return f'{self.val:.4f}'
     def __len__(self): return 1 # fastprogress 1.0 asks whether there is a text
 
-@cache # Once in a process
-def say_alone():
-    "Warn on rank 0 that each process trains on all of the data"
-    if not is_rank0(): return
-    what = f'each of the {num_distrib()} processes of this launch trains on the whole data'
-    remedy = 'To share it: `with learn.distrib_ctx(): learn.fit(…)`'
-    warn('no-context', f'{what}. {remedy}. If you mean it, each has to write its own files')
+def say_alone(warned=[]): # noqa: B006 - once in a process
+    "Warn on rank 0, once, that each process trains on all of the data"
+    if is_rank0() and not warned:
+        what = f'each of the {num_distrib()} processes of this launch trains on the whole data'
+        remedy = 'To share it: `with learn.distrib_ctx(): learn.fit(…)`'
+        warn('no-context', f'{what}. {remedy}. If you mean it, each has to write its own files')
+    warned.append(1)
 
 # %% ../../nbs/learner/05_loggers.ipynb #p009
 class ProgressCallback(Callback):
