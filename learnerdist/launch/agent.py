@@ -75,7 +75,7 @@ class Machines:
         """store: in which the launchers meet; me, n: number of this machine, of how many; ranks: here; addr: of this
         machine; where: host and port of the store"""
         self.store,self.me = store,me
-        self.where,self.addr = where,addr
+        self.where = where
         self.keys = [f'learnerdist/machine/{i}' for i in range(n)]
         self.word = dict(name=f'{socket.gethostname()} (ranks {", ".join(map(str, ranks))})', addr=addr, beat=0)
         self.words = [{}]*n # The last one of each machine
