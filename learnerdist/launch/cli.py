@@ -244,12 +244,13 @@ def _worker(parent, argv):
         if not ended_well(status): _report(e, status)
         return status
     except BaseException as e:
-        _report(e.with_traceback(_users_frames(e.__traceback__)), 1)
+        _report(e, 1)
         _print_exception(e)
         return 1
     return 0
 
 def _report(e, status):
+    e = e.with_traceback(_users_frames(e.__traceback__))
     with suppress(OSError): leave_report(e, status) # no room for it
 
 # %% ../../nbs/launch/05_cli.ipynb #c029
