@@ -191,10 +191,8 @@ def plan(
     raise ValueError('no fit within a distrib_ctx was run: there is nothing to plan')
 
 # %% ../nbs/03_plan.ipynb #pln18
-def main(
-    args:list|None=None # Command line; default: the process's own
-)->int:                 # Exit status
-    "The command line `python -m learnerdist.plan`"
+def main(args:list|None=None)->int:
+    "The command line `python -m learnerdist.plan`. args: of the process, if None are given; returns: exit status"
     p = argparse.ArgumentParser('learnerdist.plan', description=plan.__doc__, allow_abbrev=False)
     p.add_argument('ranks', type=int)
     p.add_argument('target', nargs=argparse.REMAINDER, help='script.py, or -m module; its arguments')

@@ -495,21 +495,16 @@ def get_parser()->argparse.ArgumentParser:
     p.add_argument('--nproc', type=int, default=2, help='processes to compare with one (2)')
     p.add_argument('--steps', type=int, default=20, help='steps of the optimizer to compare (20)')
     p.add_argument('--dtype', choices=_dtypes, help='default: float64 where the model allows it')
-    p.add_argument('--no-dropout', action='store_true', help=argparse.SUPPRESS)
     p.add_argument('-m', dest='module', action='store_true', help='a module follows, not a script')
     p.add_argument('target', metavar='script.py', help='its first fit in a distrib_ctx is compared')
     p.add_argument('args', nargs=argparse.REMAINDER, help='arguments of the script')
     return p
 
 # %% ../nbs/02_verify.ipynb #a150fcb8
-def main(
-    args:list|None=None # Command line; default: the process's own
-)->int:                 # Exit status
-    "The command line `python -m learnerdist.verify`"
+def main(args:list|None=None)->int:
+    "The command line `python -m learnerdist.verify`. args: of the process, if None are given; returns: exit status"
     args = vars(get_parser().parse_args(args))
-    try:
-        need(not args.pop('no_dropout'), '--no-dropout: leave it out, draws are compared exactly')
-        res = verify(args.pop('target'), *args.pop('args'), **args)
+    try: res = verify(args.pop('target'), *args.pop('args'), **args)
     except (NoRun,RanksError,ValueError) as e:
         print(f'learnerdist.verify: {e}', file=sys.stderr)
         return 2

@@ -2,7 +2,7 @@
 import functools
 import signal
 import pytest,torch
-from learnerdist.testing import leak_check
+from leaks import leak_check
 from fastai_lines import pytest_addoption,pytest_runtest_makereport,pytest_terminal_summary,table # noqa: F401
 
 # A shell's job in the background ignores SIGINT, and one of nohup SIGHUP: tests send both to their processes, which would inherit that

@@ -51,7 +51,7 @@ def test_devices(monkeypatch, gpus):
     assert default_device()==torch.device('cpu')
     with pytest.raises(ValueError, match='device=0, but 0 GPUs'): default_device(device=0)
     gpus(2)
-    assert default_device()==torch.device('cuda', 0) and default_device(cuda_id=1)==torch.device('cuda', 1)
+    assert default_device()==torch.device('cuda', 0) and default_device(device=1)==torch.device('cuda', 1)
     for one in (1,'1','cuda:1',torch.device('cuda', 1)): assert default_device(device=one)==torch.device('cuda', 1)
     for bad in (2,-1,'cpu','cuda','xpu:1'):
         with pytest.raises(ValueError, match=f'device={bad!r}, but 2 GPUs'): default_device(device=bad)

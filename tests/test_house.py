@@ -67,7 +67,7 @@ def listed(tree):
 
 def test_public_names():
     "What scripts get by a star import is what is listed, and no more; a module's `__all__` has nothing else"
-    public = dict(testing={'run_ranks','leak_check','RanksError','RankFailure'}, # imported as modules
+    public = dict(testing={'run_ranks','RanksError','RankFailure'}, # imported as modules
                   verify={'verify','Verdict','Difference','NoRun'}, plan={'plan'})
     from learnerdist import all as scripts
     handed_on = {*scripts.__all__}

@@ -1,5 +1,5 @@
 "The launcher as a command, in processes of its own; run() from scripts, from here, and from within a rank"
-import fcntl,json,os,pty,re,select,signal,stat,subprocess,sys,termios
+import fcntl,json,os,pty,re,select,signal,socket,stat,subprocess,sys,termios
 from pathlib import Path
 from types import SimpleNamespace
 import machines,pytest
@@ -162,18 +162,6 @@ def test_output_that_never_ends():
     out.close()
     assert out.file.n==1
 
-@pytest.mark.parametrize('args', [['train.py'],['-m','pack.train']])
-def test_a_syntax_error_is_told_once(args, tmp_path, capfd, monkeypatch):
-    "By the launcher, with the line and the caret, before any rank starts"
-    for name in ('train.py','pack/train.py','pack/__init__.py'):
-        write(tmp_path, '' if '__' in name else 'x = "\\d"\nprint(1\n', name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(['--nproc','2','--no-fork-server',*args]) == 1
-    *_,file,line,caret,error = capfd.readouterr().err.splitlines()
-    assert file.endswith('train.py", line 2') and line.strip() == 'print(1' and caret.strip() == '^', caret
-    assert error == "SyntaxError: '(' was never closed"
-
 def test_the_label_stands_after_the_last_return(capsys):
     "Where a terminal shows it: what a bar has drawn before is overwritten"
     out = Output('[r1] ', 'stdout')
@@ -189,6 +177,15 @@ def test_an_unknown_host_is_said_at_once(tmp_path):
         assert line.startswith('learnerdist.launch: this machine does not know no-such-host.invalid, or no way to it')
         proc.terminate() # while it waits in C++
         assert proc.wait(20) == -signal.SIGTERM and 'Traceback' not in proc.stderr.read()
+
+def test_a_port_that_another_program_has(tmp_path):
+    "It takes connections, and never answers: the launcher says so, and ends"
+    code = 'import sys; from learnerdist.launch import agent,main; agent.unanswered_s = 1; sys.exit(main())'
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        at = f'127.0.0.1:{server.getsockname()[1]}'
+        options = '--nnodes','2','--nproc','1','--rdzv-endpoint',at,'--rdzv-conf','read_timeout=1','--no-fork-server'
+        res = launch(*options, write(tmp_path, ''), command=[sys.executable,'-c',code])
+    assert res.returncode == 1 and f'learnerdist.launch: {at} does not answer as a rendezvous: another program has' in res.stderr
 
 wrong = '''import asyncio,os,signal,sys,threading
 if os.environ['RANK'] == '2':

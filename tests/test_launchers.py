@@ -64,29 +64,17 @@ def test_the_same_numbers(name, alone, tmp_path):
     assert numbers(out)==pytest.approx(alone, rel=1e-5) and 'by 2' in out
     if name=='ray': assert numbers(out, 'reported')==pytest.approx(alone, rel=1e-5)
 
-families = dict(
-    openmpi=lambda r: dict(OMPI_COMM_WORLD_RANK=r, OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_LOCAL_RANK=r, OMPI_COMM_WORLD_LOCAL_SIZE=2),
-    mpich=lambda r: dict(PMI_RANK=r, PMI_SIZE=2, MPI_LOCALRANKID=r, MPI_LOCALNRANKS=2),
-    pmix=lambda r: dict(PMIX_RANK=r, PMIX_SIZE=2, PMIX_LOCAL_RANK=r, PMIX_LOCAL_SIZE=2, PMIX_NAMESPACE=f'a{os.getpid()}'),
-    srun=lambda r: dict(SLURM_PROCID=r, SLURM_NTASKS=2, SLURM_LOCALID=r, SLURM_NODEID=0, SLURM_NNODES=1, SLURM_STEP_ID=0,
-                        SLURM_JOB_ID=os.getpid()))
-families['srun with pmix'] = lambda r: families['srun'](r) | dict(PMIX_RANK=r) # as Slurm does it, PMIX_SIZE is not set
-texts = lambda kw: {k: str(v) for k,v in kw.items()}
+def openmpi(r):
+    env = dict(OMPI_COMM_WORLD_RANK=r, OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_LOCAL_RANK=r, OMPI_COMM_WORLD_LOCAL_SIZE=2)
+    return {k: str(v) for k,v in env.items()}
 
-# The variables of each family are read in test_env.py; torchrun's recipe shows what follows
-@pytest.mark.parametrize('name', [pytest.param(o, marks=pytest.mark.long) for o in families])
-def test_two_processes_by_hand(name, alone, tmp_path):
-    "They train as one, also from a shell each, and rank 0 alone prints"
-    write_recipes(tmp_path)
-    (first,a),(second,b) = map(ended, [start('python train.py; exit $?', tmp_path, **texts(families[name](r))) for r in range(2)])
-    assert (a,b)==(0,0) and numbers(first)==pytest.approx(alone, rel=1e-5) and 'final' not in second, first+second
-
+# The variables of each launcher are read in test_env.py
 @pytest.mark.long
 def test_run_starts_no_ranks_of_ranks(alone, tmp_path):
     "mpirun has started two processes: `run` calls the function, in each, as under torchrun"
     write_recipes(tmp_path)
     code = 'from learnerdist.launch import run; from train import main; run(main, nproc=2)'
-    both = [start(f'python -c "{code}"; exit $?', tmp_path, **texts(families['openmpi'](r))) for r in range(2)]
+    both = [start(f'python -c "{code}"; exit $?', tmp_path, **openmpi(r)) for r in range(2)]
     (first,a),(second,b) = map(ended, both)
     assert (a,b)==(0,0) and numbers(first)==pytest.approx(alone, rel=1e-5) and 'final' not in second, first+second
 

@@ -4,7 +4,8 @@ from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 import pytest,torch,torch.distributed as dist
-from learnerdist.testing import RanksError,leak_check,run_ranks
+from leaks import leak_check
+from learnerdist.testing import RanksError,run_ranks
 
 def rank(): return int(os.environ['RANK'])
 
@@ -25,10 +26,6 @@ def fails(*ranks, code=None):
     if rank() not in ranks: return rank()
     if code is not None: sys.exit(code)
     raise KeyError(f'rank {rank()}')
-
-def dies(how):
-    if rank() == 1: os._exit(7) if how == 'exit' else os.kill(os.getpid(), signal.SIGSEGV)
-    return 'fine'
 
 def first_of_two():
     "Rank 1 fails first, rank 0 after it"
@@ -85,10 +82,7 @@ def test_sys_exit():
     assert run_ranks(fails, 1, 0, code=0) == [None]
     assert run_ranks(fails, 1, 0, code=3, errors='return')[0][:2] == ('SystemExit', '3')
 
-@pytest.mark.parametrize('how,words', [('exit', 'exit status 7'), ('signal', 'SIGSEGV')])
-def test_death_without_a_report(how, words):
-    ok,dead = run_ranks(dies, 2, how, errors='return')
-    assert ok == 'fine' and dead.kind == 'ProcessDied' and words in dead.message
+# A death without a report is in the notebook and in test_failure.py
 
 def test_children_of_a_rank_end_with_it():
     pid, = run_ranks(leaves_child, 1)

@@ -32,7 +32,7 @@ topics = {
     'Save': 'learner.saving checkpoint.checkpoint',
     'Look': 'learner.recorder learner.loggers learner.trackers distributed.profiling',
     'Data': 'data.loaders data.distributed_dl data.datasets',
-    'Processes': 'run ranks core.env core.rank0 core.collectives core.random verify run_ranks leak_check'}
+    'Processes': 'run ranks core.env core.rank0 core.collectives core.random verify run_ranks'}
 
 # Which file becomes which page
 def page_of(path)->str:

@@ -57,9 +57,11 @@ def to_host(o):
     "`o`, nested lists and dicts, with the tensors of a device in host memory, which are read at once"
     own = [t for t in tree_leaves(o) if _is_away(t)]
     if not own: return o
-    flat = torch.cat([t.detach().to(own[0].device).contiguous().reshape(-1).view(torch.uint8) for t in own]).cpu()
-    parts = iter(flat.split([t.nbytes for t in own]))
-    return tree_map(lambda t: next(parts).clone().view(t.dtype).reshape(t.shape) if _is_away(t) else t, o)
+    device = own[0].device
+    flat = [t.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for t in own]
+    parts = iter(torch.cat(flat).cpu().split([t.nbytes for t in own]))
+    def read(t): return next(parts).clone().view(t.dtype).reshape(t.shape) if _is_away(t) else t
+    return tree_map(read, o)
 
 def _is_away(t):
     plain = isinstance(t, Tensor) and t.layout is torch.strided and not t.is_quantized
@@ -154,18 +156,14 @@ def reduce_sums(reds:list, by_batch=()):
     owns = [getattr(*o) for o in places]
     parts = gather_objects([*map(_plain, owns)])
     for (obj,k),own,os in zip(places, owns, zip(*parts)):
-        by_order = (id(obj),k) in ordered
-        tot = in_order(os) if by_order else reduce(add_states, os)
-        setattr(obj, k, _on_device(tot, own[1]) if by_order else _like(tot, os, own))
+        if (id(obj),k) in ordered: setattr(obj, k, _like(in_order(os), (), own[1]))
+        else: setattr(obj, k, _like(reduce(add_states, os), os, own))
 
 def _plain(o): return o.detach().as_subclass(Tensor) if isinstance(o, Tensor) else o
 
 def _like(tot, parts, own):
-    "`tot` in the dtype of its parts, if it is the same on all ranks; a rank without a batch may have another"
+    """`tot` on the device of `own`; in the dtype of its parts, if it is the same on all ranks: a rank without a batch
+    may have another"""
     if not isinstance(tot, Tensor) or not isinstance(own, Tensor): return tot
     dtypes = {getattr(o, 'dtype', None) for o in parts}
     return tot.to(own.device, own.dtype if len(dtypes)==1 else None, non_blocking=True)
-
-def _on_device(tot, like):
-    both = isinstance(tot, Tensor) and isinstance(like, Tensor)
-    return tot.to(like.device, non_blocking=True) if both else tot

@@ -30,7 +30,6 @@ iterator: torch.utils.data DataLoader()._iterator: copies of loaders with persis
 abort_group: torch.distributed.distributed_c10d _abort_process_group: the way out of nccl's waits after a failure
 open_groups: torch.distributed.distributed_c10d _world.pg_map: the way out of waits on a device after a failure
 bad_fork: torch.cuda _is_in_bad_fork: an error: the GPU was used before a fork
-first_call: torch.cuda _lazy_call: the line that used it
 set_pg_timeout: torch.distributed.distributed_c10d _set_pg_timeout: `timeout_s` in an open group, before torch 2.9
 default_store: torch.distributed.distributed_c10d _get_default_store: the store of a group that the script opened
 check_reduced: torch.nn.parallel DistributedDataParallel._check_reducer_finalized: an error: unused in a later step
@@ -185,10 +184,6 @@ def in_bad_fork()->bool:
 
 
 # %% ../../nbs/core/00_compat.ipynb #dev04
-def call_at_first_use(f):
-    "Call a function when this process begins to use the accelerator, if torch can say when"
-    getattr(accelerator_module(), '_lazy_call', id)(f)
-
 def abort_device_work(device):
     """Abort the pending work of all groups on a device. The groups stay open. A thread that waits for the device goes
     on, or gets an error"""

@@ -18,16 +18,18 @@ def add_docments(objects):
     """Add to docstrings what each parameter means, and what is returned, once. objects: functions and classes; of a
     class, its constructor and public methods"""
     for o in objects:
-        names = [k for k in vars(o) if k=='__init__' or k[0]!='_'] if isclass(o) else []
-        for f in filter(isfunction, [vars(o)[k] for k in names] or [o]): add_text(f, meanings(f))
+        found = vars(o) if isclass(o) else {'': o}
+        for k,f in found.items():
+            if isfunction(f) and (k=='__init__' or k[:1]!='_'): add_text(f, meanings(f))
 
 def meanings(func)->str:
     "What the parameters of a function mean, in lines; empty without source"
     from fastcore.docments import docments
     try: found = docments(func, args_kwargs=True)
     except (OSError, SyntaxError, TypeError): return '' # an older fastcore
-    texts = {'returns' if k=='return' else k: ' '.join((v or '').split()) for k,v in found.items()}
-    return '\n'.join(f'{k}: {text}' for k,text in texts.items() if text)
+    found['returns'] = found.pop('return', '')
+    lines = [f"{k}: {' '.join(text.split())}" for k,text in found.items() if text]
+    return '\n'.join(lines)
 
 def add_text(func, text:str):
     "Add lines to the docstring of a function that has none of them yet"

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from .compat import abort_device_work,abort_group,built_for,call_at_first_use
-from .compat import default_store,destroy_group,fake_store,in_bad_fork,set_timeout
+from .compat import abort_device_work,abort_group,built_for,default_store
+from .compat import destroy_group,fake_store,in_bad_fork,set_timeout
 from .files import environment
 from .hosts import alone_warning,check_rank,foreign_rank,keep_alive
-from .stacks import describe_error,frames_of_caller,frames_of_thread
+from .stacks import describe_error,frames_of_thread
 from .stacks import need,preempted_status,users_frame,warn
 
 # %% ../../nbs/core/01_env.ipynb #c004l
@@ -76,16 +76,13 @@ def own_rank()->int:
 def default_device(
     *, # fastai's first argument has another meaning
     # Index of a visible accelerator, or 'cuda:1'; None: this process's local rank, modulo their number
-    device:int=None,
-    cuda_id:int=None # The old name of `device`
+    device:int=None
 )->torch.device:
     """The device of this process: an accelerator of torch's (cuda, xpu, mps, …) if there is one, else the CPU.
     ValueError for a `device` that is not visible"""
     if in_bad_fork():
-        used = ' at '.join([f'{built_for().type} was used',*_first_use])
-        raise RuntimeError(f'{used}, and then this process was forked: start ranks by run()')
+        raise RuntimeError(f'{built_for().type} was used before this process was forked: start ranks by run()')
     n = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    if device is None: device = cuda_id
     kind,_,index = str(device).rpartition(':')
     is_visible = index.isdigit() and int(index)<n and kind in ('',built_for().type)
     if device is not None and not is_visible:
@@ -96,11 +93,6 @@ def default_device(
     if own_backend(chosen) or not (num_distrib()>1 or in_group()): return chosen
     warn('cpu-ranks', f'ranks cannot exchange tensors of {chosen.type}, and train on the CPU')
     return torch.device('cpu')
-
-_first_use = [] # The line that was the first to use the accelerator
-def _note_first_use(): _first_use[:] = [str(users_frame(frames_of_caller()))]
-call_at_first_use(_note_first_use)
-
 
 # %% ../../nbs/core/01_env.ipynb #devs02
 @cache
@@ -145,6 +137,15 @@ def launch_store(timeout_s=300):
         if store is not None: stores['launch'] = store
     return stores.get('launch')
 
+@contextmanager
+def after(seconds:float, func, *args):
+    "Context whose body, if it takes longer, has a thread call `func(*args)`"
+    timer = threading.Timer(seconds, func, args)
+    timer.daemon = True
+    timer.start()
+    try: yield
+    finally: timer.cancel()
+
 def _connect(timeout_s):
     "`connect_store` of this rank; it prints on stderr after 5 s that it waits"
     read_launcher()
@@ -156,14 +157,12 @@ def _connect(timeout_s):
     if is_host:
         late = f'rank 0 cannot reach itself at {at}: is MASTER_ADDR an address of this machine?'
         why = 'cannot listen: is there another rank 0, or is the port taken?'
-    timer = threading.Timer(5, print, [late], dict(file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try: return connect_store(os.environ, timeout_s, is_host)
+    try:
+        with after(5, lambda: print(late, file=sys.stderr, flush=True)):
+            return connect_store(os.environ, timeout_s, is_host)
     except dist.DistNetworkError as e:
         at += f' ({str(e).splitlines()[0]})'
         raise dist.DistNetworkError(f'{rank} {why} MASTER_ADDR:MASTER_PORT={at}') from e
-    finally: timer.cancel()
 
 def shared_store():
     "The store of this launch, or else that of a group that the script opened; None in a single process"
@@ -282,19 +281,21 @@ def _print_once(store, key, what):
 
 class Waits:
     "Prints on stderr what the main thread waits for, after 5 s"
-    def __init__(self): self.what,self.since,self.n,self.thread = '',0.,0,None
+    what = '' # The collective, or the vote, that it is in
+    since = 0.
+    n = 0     # Its number
+    thread = None
 
     @contextmanager
     def __call__(self, what:str):
         "what: a collective, after 'waits for the other ranks in'"
-        is_main = threading.current_thread() is threading.main_thread()
-        if self.what or not is_main: # within another one
-            yield
-            return
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._watch, daemon=True, name='waits')
-            self.thread.start()
-        self.what,self.since,self.n = what,time.perf_counter(),self.n+1
+        if threading.current_thread() is threading.main_thread():
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._watch, daemon=True, name='waits')
+                self.thread.start()
+            self.n += 1
+            self.since = time.perf_counter()
+            self.what = what
         try: yield
         finally: self.what = ''
 
@@ -395,13 +396,11 @@ def _without_abort():
 def setup_distrib(
     device:int=None,     # This process's accelerator, as in `default_device`; None: by local rank, or the CPU
     backend:str=None,    # For `init_process_group`; None: chosen by the ranks' devices, see `backend_for`
-    timeout_s:float=1800,# Seconds after which a collective gives up on an absent rank
-    cuda_id:int=None     # The old name of `device`
+    timeout_s:float=1800 # Seconds after which a collective gives up on an absent rank
 )->torch.device:         # The device of this process
     """Join the process group that the launcher prepared. Without a launcher, or in an open group, only choose the
     device. Sync point"""
     read_launcher()
-    if device is None: device = cuda_id
     if in_group() or not num_distrib(): return _use(device)
     name = _next_group()
     store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)
@@ -516,7 +515,6 @@ def process_group(
     failed = True
     _users.append(user)
     try:
-        device = kw.pop('cuda_id', device) # its old name
         chosen = setup_distrib(device, **kw) if _ours else _open_ours(device, **kw)
         _set_timeout()
         yield chosen

@@ -45,10 +45,17 @@ def set_seed(
     reproducible:bool=False  # Also restrict cuDNN to deterministic algorithms from now on, which may be slower
 ):
     "Seed this process's global random streams of Python, numpy (if it is imported) and torch, on every device"
-    random.seed(s)
-    if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(s%2**32)
+    _seed_host(s)
     torch.manual_seed(s)
-    if reproducible: torch.backends.cudnn.deterministic,torch.backends.cudnn.benchmark = True,False
+    if reproducible:
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+
+def _seed_host(s):
+    "Seed the streams that are in the memory of the host"
+    random.seed(s)
+    if np := sys.modules.get('numpy'): np.random.seed(s%2**32)
+    torch.default_generator.manual_seed(s)
 
 # %% ../../nbs/core/04_random.ipynb #c013
 @cache
@@ -86,10 +93,8 @@ def same_streams(a, b)->bool:
 def seed_streams(*parts:int, device=True):
     """Seed the global random streams from several numbers, such as seed, rank, epoch and batch. Some 10 µs:
     `torch.manual_seed` takes ten times as long to find no GPU"""
-    s,np = mix_seeds([parts])[0],sys.modules.get('numpy')
-    random.seed(s)
-    if np: np.random.seed(s%2**32)
-    torch.default_generator.manual_seed(s)
+    s = mix_seed(*parts)
+    _seed_host(s)
     module = _accelerator() if device else None
     if module and module.is_initialized(): module.manual_seed_all(s)
 
@@ -147,13 +152,10 @@ def map_seeded(f, items, parts, own=no_generators)->list:
     """`f` of each item, with the streams of the CPU and the user's `own` seeded by `parts`, a tuple for each.
     Afterwards the streams go on where they were; a loader's worker has none to protect"""
     before = rng_state(device=False) if get_worker_info() is None else None
-    np = sys.modules.get('numpy')
     res = []
     try:
-        for o,s in zip(items, mix_seeds(parts)): # as `seed_streams`, without a call for each sample
-            random.seed(s)
-            if np: np.random.seed(s%2**32)
-            torch.default_generator.manual_seed(s)
+        for o,s in zip(items, mix_seeds(parts)):
+            _seed_host(s)
             if own: own.seed(s+1)
             res.append(f(o))
     finally:

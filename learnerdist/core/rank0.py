@@ -7,14 +7,12 @@ __all__ = ['rank0_first', 'save_once']
 
 # %% ../../nbs/core/03_rank0.ipynb #ea042e1c
 import json
-from contextlib import ExitStack,suppress
-from functools import partial
+from contextlib import suppress
 
 import torch.distributed as dist
 
-from .env import RankError,count,counted,group_rank,group_size,group_timeout,in_group
-from .env import is_rank0,launch_store,pack_error,phase,process_group,rank_distrib
-from .env import shared_store,unpack_error,wait_key,wait_keys
+from .env import RankError,count,counted,group_size,group_timeout,in_group,is_rank0,num_distrib
+from .env import own_rank,pack_error,phase,shared_store,unpack_error,wait_key,wait_keys
 from .remote import as_path,written
 
 # %% ../../nbs/core/03_rank0.ipynb #c018
@@ -27,47 +25,30 @@ def rank0_first(
 ):           # This rank's own result of `func`
     """Call `func` on rank 0, then on all other ranks. Waits up to a week for each other. `RankError` on the others
     if rank 0 fails"""
-    with ExitStack() as stack:
-        if not in_group(): _join(stack)
-        if group_size()<2: return func(*args, **kwargs)
-        what = f'in rank0_first({getattr(func, "__name__", func)})'
-        return _in_turn(partial(func, *args, **kwargs), shared_store(), group_rank(), what)
-
-def _join(stack):
-    try: stack.enter_context(process_group())
-    except RuntimeError as e:
-        if rank_distrib()==0 or _answers(): raise
-        raise RankError(*_lost) from e
-
-def _answers():
-    "Whether the launch's store still answers. Without a launcher, rank 0 runs the store"
-    try: return launch_store().check(['any'])>=0
-    except RuntimeError: return False
-
-_lost = 0,'exit','ended before it was done'
-
-def _in_turn(func, store, me, what):
+    n = group_size() if in_group() else num_distrib()
+    if n<2: return func(*args, **kwargs)
+    store,me = shared_store(),own_rank()
+    what = f'in rank0_first({getattr(func, "__name__", func)})'
     key = f'rank0_first/{count("rank0_first")}'
-    nested = bool(_running)
+    is_nested = bool(_running)
     _running.append(key)
     try:
         if me: _await_rank0(store, key, what)
-        res = func()
+        res = func(*args, **kwargs)
         if not me: store.set(key, 'done')
     except BaseException as e:
         if not me: store.set(key, pack_error(e))
         raise
     finally:
         _running.pop()
-        with _without_rank0(): store.set(f'{key}/{me}', 'left')
-    with _without_rank0(): nested or wait_keys(store, {r: f'{key}/{r}' for r in range(group_size())}, _week, what)
+        with suppress(dist.DistNetworkError): store.set(f'{key}/{me}', 'left')
+    with suppress(dist.DistNetworkError): # rank 0 ran the store, and has left
+        if not is_nested: wait_keys(store, {r: f'{key}/{r}' for r in range(n)}, _week, what)
     return res
-
-def _without_rank0(): return suppress(dist.DistNetworkError) # rank 0 ran the store, and has left
 
 def _await_rank0(store, key, what):
     try: state = wait_key(store, key, _week, 0, what)
-    except dist.DistNetworkError as e: raise RankError(*_lost) from e
+    except dist.DistNetworkError as e: raise RankError(0, 'exit', 'ended before it was done') from e
     if state!='done': raise unpack_error(state)
 
 # %% ../../nbs/core/03_rank0.ipynb #c025

@@ -28,6 +28,8 @@ def frames_of(stack)->list:
     if not isinstance(stack, BaseException): return [Frame(f, int(n), name) for f,n,name in _frame.findall(stack)]
     tb = stack.__traceback__
     inner = [Frame(o.filename, o.lineno, o.name) for o in traceback.extract_tb(tb)]
+    if isinstance(stack, SyntaxError) and os.path.exists(stack.filename or ''):
+        inner.append(Frame(stack.filename, stack.lineno, '<module>'))
     # and of the callers of the function that caught it
     return inner[::-1] + _walk(tb and tb.tb_frame.f_back)
 
@@ -196,4 +198,4 @@ _inner = 'wait_key','wait_keys','everyones'
 _called = dict(_engine_run_backward='backward')
 _called |= dict.fromkeys(('receive','send'), 'the vote of a step')
 _called |= dict.fromkeys(('_open','_new_group'), 'the start of the group')
-_called |= dict.fromkeys(('_await_rank0','_in_turn'), 'rank0_first')
+_called['_await_rank0'] = 'rank0_first'

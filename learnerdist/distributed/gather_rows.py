@@ -28,7 +28,7 @@ def _described(parts, ks, ns):
     template = tree_unflatten(range(len(cols)), spec) # torch's tree spec is not sent
     return cols,dict(ks=ks, ns=ns, template=template, kinds=[*map(stored_kind, cols)], lens=lens)
 
-def _n_rows(o): return len(o) if getattr(o, 'ndim', hasattr(o, '__len__')) else 1
+def _n_rows(leaf): return len(leaf) if getattr(leaf, 'ndim', hasattr(leaf, '__len__')) else 1
 
 def _fit(infos):
     "Whether the batches of all ranks have one structure"
@@ -43,18 +43,19 @@ def row_places(ks:list, lens:list)->tuple:
     for r,(k,n) in enumerate(zip(ks, lens)):
         for i,m in zip(k, n): rows.setdefault(i, {})[r] = m
     found = [{} for _ in ks]
+    sizes = []
     start = 0
-    for i in sorted(rows):
-        ms = rows[i]
-        first = start
-        start += sum(ms.values())
+    for i,ms in sorted(rows.items()):
         W,n = len(ms),sum(ms.values())
+        sizes.append(n)
         dealt = W>1 and [*ms.values()]==[len(range(r, n, W)) for r in range(W)]
+        first = start
+        start += n
         for j,(r,m) in enumerate(ms.items()):
-            found[r][i] = range(first+j, start, W) if dealt else range(first, first+m)
-            first += 0 if dealt else m
-    sizes = [sum(rows[i].values()) for i in sorted(rows)]
-    return [[*map(own.get, k)] for own,k in zip(found, ks)],sizes
+            if dealt: found[r][i] = range(first+j, start, W)
+            else: found[r][i] = range(first, first+m)
+            if not dealt: first += m
+    return [[own[i] for i in k] for own,k in zip(found, ks)],sizes
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath1
 class Gathered:

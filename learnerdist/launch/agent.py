@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import config_from_args
 from ..core.compat import store_of_agent
+from ..core.env import after
 from ..core.hosts import keep_alive,loopback
 from .watch import Cause,Job,failures,log
 
@@ -74,7 +75,7 @@ class Machines:
         """store: in which the launchers meet; me, n: number of this machine, of how many; ranks: here; addr: of this
         machine; where: host and port of the store"""
         self.store,self.me = store,me
-        self.where,self.addr = where,addr
+        self.where = where
         self.keys = [f'learnerdist/machine/{i}' for i in range(n)]
         self.word = dict(name=f'{socket.gethostname()} (ranks {", ".join(map(str, ranks))})', addr=addr, beat=0)
         self.words = [{}]*n # The last one of each machine
@@ -226,6 +227,13 @@ def choose_meeting(args):
     args.local_addr = args.local_addr or '127.0.0.1'
     os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
 
+unanswered_s = 30 # After the time in which c10d reaches a machine that is there
+
+def _give_up(where):
+    "End this launcher: the program that listens there would be waited for without end"
+    log(f'{where} does not answer as a rendezvous: another program has this port. Give another one in --rdzv-endpoint')
+    os._exit(1)
+
 def spec_of(args)->WorkerSpec:
     "What torchrun's agent is to run. args: torchrun's arguments"
     config,*_ = config_from_args(args)
@@ -233,7 +241,8 @@ def spec_of(args)->WorkerSpec:
     name = config.local_addr
     n = config.min_nodes,config.max_nodes
     params = RendezvousParameters(*at, *n, local_addr=name, **config.rdzv_configs)
-    handler = get_rendezvous_handler(params)
+    limit_s = int(config.rdzv_configs.get('read_timeout', 60))+unanswered_s
+    with after(limit_s, _give_up, config.rdzv_endpoint): handler = get_rendezvous_handler(params) # c10d connects
     how = dict(max_restarts=config.max_restarts, monitor_interval=config.monitor_interval)
     how |= dict(entrypoint='python', local_addr=name)
     spec = WorkerSpec(config.role, config.nproc_per_node, handler, **how)
@@ -250,7 +259,7 @@ def run_with_others(job:Job)->int:
     for o in job.signals: signal.signal(o, signal.SIG_DFL) # C++ connects, for a minute, and Python would not hear it
     choose_meeting(args)
     where = args.rdzv_endpoint or f'{args.master_addr}:{args.master_port}'
-    try: spec = spec_of(args) # c10d connects
+    try: spec = spec_of(args)
     except (RendezvousConnectionError, DistError) as e:
         log_cut_off(e, where)
         return 1
@@ -259,11 +268,8 @@ def run_with_others(job:Job)->int:
     def interrupt(sig, frame): raise SignalException('', signal.Signals(sig))
     for o in job.signals: signal.signal(o, interrupt)
     late = f'waits for the other machines, at {where}'
-    waiting = threading.Timer(5, lambda: agent.attempt or log(late))
-    waiting.daemon = True
-    waiting.start()
     try:
-        agent.run()
+        with after(5, lambda: agent.attempt or log(late)): agent.run()
         if failures(job.ranks): notify_others(job)
         with suppress(Exception): spec.rdzv_handler.shutdown()
     except SignalException as e: return job.status(e.sigval)
@@ -272,6 +278,5 @@ def run_with_others(job:Job)->int:
         # else a rank has failed here, of which this launcher could not notify the others
         if not found or not found[0].is_explained(): agent.report_lost(e)
         if all(o.cause in (Cause.late,Cause.stopped) for o in found): return 1
-    finally: waiting.cancel()
     if failures(job.ranks): log(*job.explain())
     return job.status()

@@ -6,7 +6,7 @@
 __all__ = ['main']
 
 # %% ../../nbs/launch/05_cli.ipynb #c002
-import argparse,gc,inspect,os,runpy,signal,subprocess,sys,traceback,warnings
+import argparse,gc,inspect,os,runpy,signal,subprocess,sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,8 +14,7 @@ import learnerdist
 from ..core.files import memory
 from ..core.hosts import Task,check_env,find_task,foreign_rank,loopback,rank_env
 from ..core.stacks import frames_of,need,users_frame
-from .forkserver import ForkServer,begin_rank,enter,files_of,import_first
-from .forkserver import seed_alike,serve,share_of_cores
+from .forkserver import ForkServer,begin_rank,enter,import_first,seed_alike,serve,share_of_cores
 from .processes import count_nproc,serve_calls
 from .watch import Job,ended_well,failures,launch,leave_report,log
 
@@ -218,16 +217,6 @@ def _complete(args):
     return task
 
 # %% ../../nbs/launch/05_cli.ipynb #c025
-def syntax_error(argv)->str:
-    "What Python prints of a SyntaxError in the script or the module; empty if there is none"
-    with suppress(OSError), warnings.catch_warnings():
-        warnings.simplefilter('ignore') # the ranks show them
-        for file in files_of(argv, sys.path):
-            try:
-                if file.endswith('.py'): compile(Path(file).read_bytes(), file, 'exec', dont_inherit=True)
-            except SyntaxError as e: return ''.join(traceback.format_exception_only(e))
-    return ''
-
 def run_target(argv):
     "Run a script or `-m` a module as `python` would"
     enter(argv)
@@ -246,23 +235,23 @@ def _worker(parent, argv):
     except KeyboardInterrupt as e:
         log(f'rank {os.environ["RANK"]} interrupted at {users_frame(frames_of(e))}')
         sys.exit(130)
-    except BaseException as e: return _leave(e.with_traceback(_users_frames(e.__traceback__)))
+    except SystemExit as e:
+        if not isinstance(e.code, int|None): # Python prints it
+            _report(e, 1)
+            raise
+        code = e.code or 0
+        status = code&0xff or int(code != 0) # of 256 the system would make 0
+        if not ended_well(status): _report(e, status)
+        return status
+    except BaseException as e:
+        _report(e, 1)
+        _print_exception(e)
+        return 1
+    return 0
 
-def _leave(e):
-    "End a rank after an exception: write its report, and return or raise its exit status"
-    status = _status(e)
-    if ended_well(status): return status
-    with suppress(OSError): leave_report(e, status)
-    if isinstance(e, SystemExit) and not isinstance(e.code, int): raise e # Python prints it
-    if not isinstance(e, SystemExit): _print_exception(e)
-    sys.exit(status)
-
-# %% ../../nbs/launch/05_cli.ipynb #c027
-def _status(e):
-    "Python's exit status for an exception that ends the script; 1 for a number that the system would cut down to 0"
-    if not isinstance(e, SystemExit): return 1
-    code = e.code or 0 if isinstance(e.code, int|None) else 1
-    return code&0xff or int(code != 0)
+def _report(e, status):
+    e = e.with_traceback(_users_frames(e.__traceback__))
+    with suppress(OSError): leave_report(e, status) # no room for it
 
 # %% ../../nbs/launch/05_cli.ipynb #c029
 def _users_frames(tb):
@@ -280,10 +269,8 @@ def _print_exception(e):
     if hook is not sys.__excepthook__ or not is_quiet: hook(type(e), e, e.__traceback__)
 
 # %% ../../nbs/launch/05_cli.ipynb #c030
-def main(
-    args:list|None=None # Command line; default: the process's own
-)->int:                 # Exit status
-    "The command `python -m learnerdist.launch`"
+def main(args:list|None=None)->int:
+    "The command `python -m learnerdist.launch`. args: of the process, if None are given; returns: exit status"
     args = sys.argv[1:] if args is None else [*args]
     if args[:1] == ['--serve']: args = serve(int(args[-1]), args[1:-1]) # returns in a fork of this process
     if args[:1] == ['--calls']: return serve_calls(*args[1:])
@@ -313,9 +300,6 @@ def _launch(args):
         except (ValueError, OSError) as e: parser.error(str(e))
         if 'triton' not in sys.modules: gc.freeze() # as in `preload`
         if task and task.is_rank: return launch(o, target, server, lambda job: _run_task(job, task))
-        if not o.no_python and (bad := syntax_error(target)):
-            print(bad, end='', file=sys.stderr)
-            return 1
         if o.verify and (status := prove(o, target)): return status
         if o.is_here: return launch(o, target, server)
         from learnerdist.launch.agent import run_with_others

@@ -69,8 +69,8 @@ def _call(names, payload):
         guard = "without what is under `if __name__=='__main__':`"
         more = f'Each process imports the script again, {guard}: define the function above that line'
         raise ValueError(f'{e}. {more}') from e
-    def own(o): return _objects[o.number] if isinstance(o, RankObject) else o
-    try: res = func(*map(own, args), **{k: own(v) for k,v in kwargs.items()})
+    def local(o): return _objects[o.number] if isinstance(o, RankObject) else o
+    try: res = func(*map(local, args), **{k: local(v) for k,v in kwargs.items()})
     except SystemExit as e:
         if e.code: raise
         return None
@@ -113,6 +113,7 @@ def serve_calls(parent:str, folder:str, fd:str):
     except BaseException as e:
         leave_report(e, folder=folder)
         status = 1
+    count_warnings()
     with suppress(OSError): sys.stdout.flush(), sys.stderr.flush()
     end_children()
     os._exit(status)
@@ -169,7 +170,7 @@ _starts = itertools.count()
 
 class Ranks:
     "Processes that stay until `close`, or the end of the `with` block, and call functions together"
-    def __init__(self, nproc='auto', n_threads:int=0, labels:bool=True, env:dict|None=None, once:bool=False):
+    def __init__(self, nproc='auto', n_threads=0, labels=True, env=None, once=False):
         """nproc: as of `count_nproc`; n_threads: of torch on each rank; 0: its share of the cores; labels: whether
         lines of ranks other than 0 begin with their number; env: more environment variables for the ranks; None: the
         seed of a launch; once: whether they end after one call"""
@@ -190,10 +191,8 @@ class Ranks:
         "Call a function on all ranks. RanksError if it fails on one; if one does not come to its end, all are ended"
         return self.call(func, args, kwargs)[0]
 
-    def keep(self,
-        func:Callable, *args, **kwargs # As in `run`
-    )->RankObject:     # To give to `run`
-        "Call a function on all ranks, and keep what it returned on each of them"
+    def keep(self, func:Callable, *args, **kwargs)->RankObject:
+        "Call a function on all ranks, as `run` does, and keep what it returned there. returns: an argument for `run`"
         if not self.calls: self._start()
         res = RankObject(self.start, next(self._n))
         self.call(func, args, kwargs, res.number)
@@ -306,8 +305,4 @@ def run(
 )->object:          # What `main` returned on rank 0
     "Call `main` on several processes, from a script or a notebook; in this process if it is a rank, or for one process"
     if is_rank() or count_nproc(nproc) == 1: return main(*args)
-    with Ranks(nproc, once=True) as r: return r.run(_whole_run, main, *args)
-
-def _whole_run(main, *args):
-    try: return main(*args)
-    finally: count_warnings()
+    with Ranks(nproc, once=True) as r: return r.run(main, *args)

@@ -19,7 +19,8 @@ import learnerdist
 from ..core.files import launch_folder,whole_file
 from ..core.hosts import loopback
 from ..core.stacks import Frame,absence,describe_error,describe_stack,frames_of,in_library
-from ..core.stacks import place_of,preempted_status,read_crash,report_folder,state_file,users_frame
+from ..core.stacks import place_of,preempted_status,read_crash,report_folder,state_file
+from ..core.stacks import users_frame
 from .forkserver import ForkServer,Output,spawn
 
 # %% ../../nbs/launch/01_watch.ipynb #wa05
