@@ -1,5 +1,5 @@
 "What a resumed fit says, and what it refuses before anything is trained"
-import os,re,shutil,signal
+import os,shutil,signal
 from collections import Counter,OrderedDict,defaultdict,deque,namedtuple
 from concurrent.futures import ThreadPoolExecutor,wait
 from pathlib import Path
