@@ -48,9 +48,10 @@ def set_streams(dls, state:dict):
     set_rng_state(state['process'])
     for o,old in zip(reordered(dls.train), state['orders']): o[:] = old
     own,states = Generators.of(dls),state['own']
-    if len(own)==len(states):
-        for g,old in zip(own, states): _set_state(g, old)
-    else: warn('unused-state', f'the loaders had {len(states)} random generators, and have {len(own)}, which start anew')
+    if len(own)!=len(states):
+        text = f'the loaders had {len(states)} random generators, and have {len(own)}, which start anew'
+        return warn('unused-state', text)
+    for g,old in zip(own, states): _set_state(g, old)
 
 def _state(g):
     if hasattr(g, 'bit_generator'): return g.bit_generator.state
