@@ -165,11 +165,11 @@ def all_of_any_size(path): return {kind: of_any_size(f'{path}/{kind}', kind) for
 
 def steps(res, kind): return {k: sorted(sum((o[kind][0][k][0] for o in res), [])) for k in res[0][kind][0]}
 
-def alone_or_not(path, ctx, stop=None):
+def alone_or_not(path, ctx, stop=None, every='epoch'):
     learn = learner(path, model=nn.Linear(6, 3).double(), opt=torch.optim.SGD)
     learn.add_cb(ToDouble)
-    with learn.distrib_ctx(split_batches=True) if ctx else nullcontext():
-        try: learn.fit(2, cbs=[Checkpoint('ckpt', 3), *([At(stop, fail)] if stop else [])], resume=True)
+    with learn.distrib_ctx(split_batches=True, seed=1) if ctx else nullcontext():
+        try: learn.fit(2, cbs=[Checkpoint('ckpt', every), *([At(stop, fail)] if stop else [])], resume=True)
         except ZeroDivisionError: pass
     return learn.model.state_dict(),torch.tensor(learn.recorder.losses)
 
@@ -178,11 +178,15 @@ class ToDouble(Callback):
 
 @pytest.mark.parametrize('first', [False, True])
 def test_a_fit_begun_alone_goes_on_in_a_context_and_back(first, tmp_path):
-    "In the middle of an epoch; the data draws"
-    begin,go_on = ((lambda *a: run_ranks(alone_or_not, 2, *a)[0]) if ctx else alone_or_not for ctx in (first,not first))
-    begin(tmp_path, first, 5)
-    shutil.copytree(tmp_path, tmp_path/'same')
-    torch.testing.assert_close(go_on(tmp_path, not first), begin(tmp_path/'same', first), rtol=0, atol=1e-9)
+    "Between two epochs. In mid-epoch it is refused, since another order of samples follows from the seed of a context"
+    alone_or_not(tmp_path/'mid', first, 5, every=3)
+    with pytest.raises(ValueError, match=f"step_00000003 was made in mid-epoch {'in' if first else 'without'} a context.*every='epoch'"):
+        alone_or_not(tmp_path/'mid', not first)
+    alone_or_not(tmp_path/'end', first, 14)
+    shutil.copytree(tmp_path/'end', tmp_path/'same')
+    ended = alone_or_not(tmp_path/'end', not first)
+    assert len(ended[1])==18
+    if not first: torch.testing.assert_close(run_ranks(alone_or_not, 2, tmp_path/'same', True)[0], ended, rtol=0, atol=1e-9)
 
 @pytest.mark.parametrize('world', [1, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_another_number_of_ranks(world, two_ranks, tmp_path):
@@ -245,7 +249,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
         learn.fit(1, cbs=Checkpoint('ckpt'), resume=True)
     info = {k:v for k,v in json.loads((last/'manifest.json').read_text()).items() if k!='crc32'} | dict(format=99)
     (last/'manifest.json').write_text(json.dumps(info | dict(crc32=snapshot._crc(info))))
-    with pytest.raises(ValueError, match='has format 99, and this learnerdist reads 4'): again(tmp_path)
+    with pytest.raises(ValueError, match='has format 99, and this learnerdist reads 5'): again(tmp_path)
     with pytest.raises(ValueError, match='give the fit a Checkpoint'): learn.fit(1, resume=True)
     with pytest.raises(ValueError, match='2 Checkpoints in one fit'): learn.fit(1, cbs=[Checkpoint('a'), Checkpoint('b')])
     for kw in (*(dict(every=o) for o in (0, -1, 2.5, 'step', True, timedelta())), dict(keep=0)):

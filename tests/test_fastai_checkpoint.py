@@ -1,6 +1,7 @@
 "The same `Checkpoint` for fastai's Learner: alone and on two ranks, in mid-epoch, between epochs, and after a signal"
 import random,shutil
 from contextlib import nullcontext
+from types import SimpleNamespace
 import pytest, torch
 from fastai.callback.progress import CSVLogger
 from fastai.callback.tracker import EarlyStoppingCallback
@@ -8,7 +9,9 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.metrics import accuracy
+from fastai.text.data import LMDataLoader
 from helpers import At, kill
+from learnerdist.checkpoint.position import set_streams,streams_now
 from learnerdist.distributed.comparison import digest
 from learnerdist.fastai import Checkpoint, Preempted, rank0_first, rank_distrib
 from learnerdist.testing import run_ranks
@@ -32,10 +35,11 @@ def learner(path, workers=0):
 def fit(path, every=1, keep=100, ctx=False, cbs=(), one=True, **kw):
     learn = learner(path, **kw)
     stopper = EarlyStoppingCallback(patience=9)
-    cbs = [Checkpoint('ckpt', every, keep, resume=one), stopper, CSVLogger(), *cbs]
+    cbs = [stopper, CSVLogger(), *cbs]
+    if every: cbs.insert(0, Checkpoint('ckpt', every, keep, resume=one))
     with learn.no_bar() if hasattr(learn, 'no_bar') else nullcontext(), learn.distrib_ctx() if ctx else nullcontext():
         if one: learn.fit_one_cycle(2, .01, cbs=cbs)
-        else: learn.fit(2, cbs=cbs, resume=True)
+        else: learn.fit(2, cbs=cbs, resume=bool(every))
         learn.validate()
     rec = learn.recorder
     return dict(model=digest(learn.model.state_dict()), opt=digest(learn.opt.state_dict()['state']), values=[list(o) for o in rec.values],
@@ -47,6 +51,7 @@ def differing(a, b): return [k for k in a if a[k]!=b[k]]
 
 def everywhere(path, ctx, names=None, **kw):
     whole,found = fit(path/'whole', ctx=ctx, **kw),{}
+    if not ctx: found['plain'] = differing(whole, fit(path/'plain', None, **kw))
     rank0_first(lambda: None)
     for name in names or sorted(o.name for o in (path/'whole/ckpt').iterdir()):
         if rank_distrib()==0: shutil.copytree(path/'whole/ckpt'/name, path/name/'ckpt'/name)
@@ -61,7 +66,20 @@ def everywhere(path, ctx, names=None, **kw):
 @pytest.mark.parametrize('one', [True, False])
 def test_alone(one, tmp_path):
     found = everywhere(tmp_path, False, one=one)
-    assert len(found)==13 and found.pop('status')==75 and not any(found.values()), found
+    assert len(found)==14 and found.pop('status')==75 and not any(found.values()), found
+
+def texts(seed):
+    random.seed(seed)
+    return SimpleNamespace(train=LMDataLoader([torch.arange(9)+10*i for i in range(6)], bs=2, seq_len=4, shuffle=True))
+
+def test_texts_go_on_in_the_order_of_the_interrupted_run():
+    "fastai shuffles it in place, from that of the epoch before"
+    first,other = texts(1),texts(2)
+    list(first.train)
+    state = streams_now(first)
+    want = [x.tolist() for x,_ in first.train]
+    set_streams(other, state)
+    assert [x.tolist() for x,_ in other.train]==want
 
 def loads(path):
     "The weights of a checkpoint, in and out of the context, and those of fastai's own file beside it"

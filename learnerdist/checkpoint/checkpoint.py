@@ -28,8 +28,8 @@ from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.losses import loss_over
 from ..learner.techniques import trained_weights
 from .callback_state import check_model,check_run,config_changes,load_states
-from .callback_state import horizons,state_of_rank,settle,states_of
-from .position import PlacedLoader,Seeds,go_back,place_in_epoch,read_alone
+from .callback_state import horizons,packed,state_of_rank,settle,states_of,unpacked
+from .position import PlacedLoader,Seeds,go_back,place_in_epoch,set_streams,streams_now
 from .position import between_epochs,end,validation
 from .snapshot import Found,Writers,on_cpu,to_plain
 from .where import Files,RankPart,open_memory
@@ -128,23 +128,18 @@ class FitState:
         self.model = get_model(learn.model)
         self.many = trainer is not None and group_size()>1
         self.world,self.rank = (group_size(),group_rank()) if self.many else (1,0)
-        # alone: what seeds the order of samples, and draws
-        self.seed = torch.randint(2**62, ()).item()
-        self.epochs_before = 0
         ids = secrets.token_hex(4),secrets.token_hex(4)
         # the run's; that of the states of this fit, which are counted
         self.run_id,self.token = broadcast_object(ids) if self.many else ids
         self.n_states = 0
         self.config = run_config(learn, self.world)|dict(schedule=horizons(learn.cbs))
         self.loader = None # The training loader, as a `PlacedLoader`
-        self.read = None,None # Alone: a loader, and what it is read by
         self.unsettled = False # Whether DDP still has its initial buckets
 
     def seeds(self, epoch:int)->Seeds:
-        "What random streams follow from in an epoch of this fit; None if the context seeds nothing"
-        if self.trainer and not self.trainer.opts.sample_seeds: return None
-        owner = self.trainer or self
-        return Seeds(owner.seed, owner.epochs_before+epoch)
+        "What random streams follow from in an epoch of this fit; None if nothing is seeded, as alone"
+        if not self.trainer or not self.trainer.opts.sample_seeds: return None
+        return Seeds(self.trainer.seed, self.trainer.epochs_before+epoch)
 
     def seed_moment(self, moment:int, epoch:int):
         seeds = self.seeds(epoch)
@@ -152,30 +147,30 @@ class FitState:
 
     def open_loader(self, dl)->PlacedLoader:
         "The loader of a training loop that begins"
-        epoch = self.learn.epoch
-        if self.trainer: dl = self.trainer.loaders.share_now(dl, pad='batch')
+        if not self.trainer: self.loader = PlacedLoader(dl, None, self.learn.dls)
         else:
-            if self.read[0] is not dl: self.read = dl,read_alone(dl, self.seed)
-            dl,source = self.read[1],dl
-            if dl is not source: dl.dealer.epoch = self.epochs_before+epoch
-        self.loader = PlacedLoader(dl, self.seeds(epoch))
+            share = self.trainer.loaders.share_now(dl, pad='batch')
+            self.loader = PlacedLoader(share, self.seeds(self.learn.epoch))
         return self.loader
 
     def capture(self, phase)->dict:
         "The state besides weights and optimizer: the position, the callbacks, and this rank's own state"
         learn = self.learn
-        seeds = self.trainer or self
+        ctx = self.trainer
         at = dict(phase=phase, epoch=learn.epoch+(phase=='done'), step=learn.train_iter)
         at |= dict(pct_train=learn.pct_train, n_epoch=learn.n_epoch, fit=getattr(learn, 'fits_done', 0))
-        at |= dict(seed=seeds.seed, epochs_before=seeds.epochs_before, world=self.world)
+        at |= dict(seed=ctx and ctx.seed, epochs_before=ctx and ctx.epochs_before, world=self.world)
         at['loss_adds_up'] = self.many and loss_over(learn).kind=='sum'
         cbs = states_of(learn.cbs, 'fit_state')
-        own = dict(loader=None, cbs=states_of(learn.cbs, 'rank_state'))
+        own = dict(loader=None, streams=None, cbs=states_of(learn.cbs, 'rank_state'))
         # callbacks may change them in place meanwhile
         if phase=='validate': cbs,own = map_tensors([cbs,own], torch.clone)
         if phase=='train':
             at |= place_in_epoch(self.loader, learn.iter)
             own['loader'] = self.loader.state_at(learn.iter)
+        if not ctx:
+            drawn = self.loader.streams_at(learn.iter) if phase=='train' else streams_now(learn.dls)
+            own['streams'] = packed(drawn, 'streams')
         return dict(place=at, cbs=cbs, own=own)
 
     def part(self, captured, where)->RankPart:
@@ -210,6 +205,7 @@ class FitState:
         model = found.parts['model']
         state = found.parts['state']
         check_model(self.model, model, self.source)
+        self.check_context(at)
         load_model(self.model, model)
         opt,self.loaded = state.pop('opt'),on_cpu(state, True, {}) # not in the memory of a file
         # torch's do it themselves
@@ -218,10 +214,17 @@ class FitState:
         self.alike = at['world']==self.world
         self.adds_up = at['loss_adds_up']
         self.unsettled = at['step']>0 and self.world>2
-        self.seed = at['seed']
-        self.epochs_before = at['epochs_before']
-        if self.trainer: self.trainer.loaders.go_on(self.seed, self.epochs_before)
+        if self.trainer and at['seed'] is not None: self.trainer.loaders.go_on(at['seed'], at['epochs_before'])
         self.load_callbacks()
+
+    def check_context(self, at:dict):
+        "Alone, the order of an epoch follows from random streams; in a context, from its seed"
+        was_alone = at['seed'] is None
+        if at['phase']!='train' or was_alone==(self.trainer is None): return
+        was,remedy = 'in','in `distrib_ctx()`, also on one process'
+        if was_alone: was,remedy = 'without','without one'
+        raise ValueError(f'{self.source} was made in mid-epoch {was} a context, which decides the order of samples: '
+                         f"fit {remedy}, or resume from the end of an epoch (every='epoch')")
 
     def load_callbacks(self):
         cbs = self.learn.cbs
@@ -234,7 +237,14 @@ class FitState:
 
     def go_back(self, at:dict):
         "Let the training loop that begins start at its position"
-        go_back(self.loader, at, self.alike, self.loaded['ranks'][self.rank]['loader'] if self.alike else None)
+        own = self.loaded['ranks'][self.rank] if self.alike else dict(loader=None)
+        go_back(self.loader, at, self.alike, own['loader'])
+        if not self.trainer: self.loader.resumed = unpacked(own['streams'])
+
+    def go_on_drawing(self):
+        "Alone, between two loops: restore the random streams, if the earlier run was alone, too"
+        streams = self.loaded['ranks'][0]['streams']
+        if streams and not self.trainer: set_streams(self.learn.dls, unpacked(streams))
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c006
 class Checkpoint(Callback):
@@ -356,6 +366,7 @@ class Checkpoint(Callback):
         self.learn.train_iter = at['step']
         self.learn.pct_train = at['pct_train']
         self.state.load_callbacks()
+        if at['phase']!='train': self.state.go_on_drawing()
         # one process has not counted them
         if at['phase']=='train' and self.engine: self.engine.loop.n_steps = at['iter']
         rec = getattr(self.learn, 'recorder', None)

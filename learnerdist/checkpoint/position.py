@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c002
+import random
 from collections import deque
 from functools import singledispatch
 from itertools import count
@@ -13,8 +14,9 @@ from typing import NamedTuple
 
 from torch.utils.data import DataLoader,IterableDataset
 
-from ..core.random import seed_streams
-from ..data.distributed_dl import DistributedDL,saves_place
+from ..core.random import Generators,rng_state,seed_streams,set_rng_state
+from ..core.stacks import warn
+from ..data.distributed_dl import saves_place
 from ..data.loaders import LoaderWrapper,batch_shape,data_len
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c005
@@ -30,12 +32,35 @@ class Seeds(NamedTuple):
 between_epochs,validation = -2,-3
 end = -4
 
+# %% ../../nbs/checkpoint/01_position.ipynb #strm2
 @singledispatch
-def read_alone(dl, seed:int):
-    "A loader as a context of one process reads it; the loader itself where nothing says how to"
-    if has_state(dl): return dl
-    try: return DistributedDL.from_dl(dl, 0, 1, seed, pad='batch', sample_seeds=True)
-    except ValueError: return dl
+def reordered(dl)->list:
+    "Lists that a loader shuffles in place, from one epoch to the next. Register a function for a kind that does"
+    return []
+
+def streams_now(dls)->dict:
+    "What a fit draws from that nothing seeds: the streams of this process; the generators and orders of its loaders"
+    own = [_state(g) for g in Generators.of(dls)]
+    return dict(process=rng_state(), own=own, orders=[[*o] for o in reordered(dls.train)])
+
+def set_streams(dls, state:dict):
+    "Restore what `streams_now` gave"
+    set_rng_state(state['process'])
+    for o,old in zip(reordered(dls.train), state['orders']): o[:] = old
+    own,states = Generators.of(dls),state['own']
+    if len(own)!=len(states):
+        text = f'the loaders had {len(states)} random generators, and have {len(own)}, which start anew'
+        return warn('unused-state', text)
+    for g,old in zip(own, states): _set_state(g, old)
+
+def _state(g):
+    if hasattr(g, 'bit_generator'): return g.bit_generator.state
+    return g.getstate() if isinstance(g, random.Random) else g.get_state()
+
+def _set_state(g, state):
+    if hasattr(g, 'bit_generator'): g.bit_generator.state = state
+    elif isinstance(g, random.Random): g.setstate(state)
+    else: g.set_state(state)
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c009
 def has_state(o)->bool:
@@ -54,10 +79,13 @@ class PlacedLoader(LoaderWrapper):
     # had: batches that were trained on before; offset: those of them that `dl` leaves out; again: those to read again
     had = offset = again = 0
     begin = None # Where `dl` begins, if it has a state
-    def __init__(self, dl, seeds:Seeds):
+    at_start = resumed = None # Alone: `streams_now` before the first batch; what `streams_at` gave in an earlier run
+    def __init__(self, dl, seeds:Seeds, dls=None): # dls: alone, those of the learner
         d = getattr(dl, 'dealer', None)
         self.dl,self.seeds = dl,seeds
+        self.dls = dls
         self.states = deque(maxlen=4) # (batches, the loader's own state after them)
+        self.drawn = deque(maxlen=4) # Alone: (batches, the streams of the process after them)
         self.seeds_itself = seeds is None or d is not None and d.sample_seeds and d.pad=='batch'
     def __len__(self): return self.offset+len(self.dl)
     def __iter__(self):
@@ -66,15 +94,23 @@ class PlacedLoader(LoaderWrapper):
         if self.begin is not None: own.load_state_dict(self.begin)
         if hasattr(self.dl, 'dealer'): self.dl.dealer.n_skip = first # its batches are seeded by their number
         if self.seeds: self.seeds.set(first) # workers are seeded from the streams
+        streams = dict(self.resumed['batches']) if self.resumed else {}
+        if self.resumed: set_streams(self.dls, self.resumed['start'])
+        if self.dls is not None: self.at_start = streams_now(self.dls)
         it,last = iter(self.dl),object()
         for k in count(first+1):
             if not self.seeds_itself: self.seeds.set(k-1)
+            if k-1 in streams: set_rng_state(streams[k-1])
+            if self.at_start: self.drawn.append((k-1,rng_state()))
             if (b := next(it, last)) is last: return
             if own is not None: self.states.append((k,own.state_dict()))
             if k>self.had: yield b
     def state_at(self, i:int):
         "The loader's own state after `i` batches of this epoch; None if it has none, or has not been read"
         return dict([(self.had,self.begin),*self.states]).get(i)
+    def streams_at(self, i:int)->dict:
+        "Alone: what a run draws from that begins after `i` batches. A loop may have read more of them"
+        return dict(start=self.at_start, batches=[o for o in self.drawn if o[0]>=i])
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c014
 def _unit(dl):

@@ -17,13 +17,13 @@ from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
 from fastai.callback.training import GradientAccumulation
-from fastai.data.load import DataLoader
 from fastai import learner as fastai_learner
 from fastai.learner import Learner,Recorder,join_path_file,noop
+from fastai.text.data import LMDataLoader
 from fastai.text.learner import TextLearner,clean_raw_keys
 from fastcore.basics import patch
 
-from ..checkpoint.position import read_alone
+from ..checkpoint.position import reordered
 from ..checkpoint.snapshot import weights_in
 from ..core.rank0 import await_save,save_once
 from ..core.remote import Remote,copied,here,as_path
@@ -35,7 +35,6 @@ from ..core.stacks import warn
 from ..learner.callback import Callback
 from ..learner.learner import StartAt,get_model
 from ..learner.saving import find_saved
-from .loaders import DistributedDL
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c005
 def _smooth(rec): return rec.smooth_loss.count,rec.smooth_loss.val
@@ -99,8 +98,8 @@ ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]],
                                   doc="A schedule by the part of the fit that is done")
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c008
-@read_alone.register
-def _(dl:DataLoader, seed): return DistributedDL.from_dl(dl, 0, 1, seed, pad='batch', sample_seeds=True)
+@reordered.register
+def _(dl:LMDataLoader): return [dl.items.idxs.items]
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c010
 _running = [] # The learners of the fits that are running

@@ -8,6 +8,7 @@ __all__ = ['Scheduler', 'warm_up', 'TrackerCallback', 'EarlyStoppingCallback', '
 
 # %% ../../nbs/learner/09_schedule.ipynb #c002
 import inspect,math,operator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -144,16 +145,12 @@ def fit_one_cycle(self:Learner,
         # torch divides by zero if the rise is exactly one step
         options = dict(pct_start=min(pct_start*(1+1e-9), 1.), cycle_momentum=bool(cycled))
         divs = dict(div_factor=div, final_div_factor=div_final/div)
-        sched = OneCycleLR(opt, highest, n_epoch*of_epoch, **options, **divs)
-        if start := min(start_epoch, n_epoch)*of_epoch: _skip(sched, start)
-        return sched
+        make = partial(OneCycleLR, opt, highest, n_epoch*of_epoch, **options, **divs)
+        sched = make()
+        start = min(start_epoch, n_epoch)*of_epoch
+        return make(last_epoch=start-1) if start else sched # with what the first has set in the optimizer's groups
     cbs = [Scheduler(one_cycle),*listify(cbs)]
     with self.flagged(flags): self.fit(n_epoch, lr_max, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch)
-
-def _skip(sched, n):
-    "Let torch's scheduler go on after `n` steps. It takes the count for a resumed one, so that it does not warn"
-    sched.load_state_dict(sched.state_dict()|dict(last_epoch=n-1, _step_count=n+1))
-    sched.step()
 
 # %% ../../nbs/learner/09_schedule.ipynb #ftn11
 # for isinstance
