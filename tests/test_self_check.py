@@ -325,8 +325,8 @@ def unused():
 def skips_last(): return skips(3)
 
 def test_unused_parameters():
-    """Named, also where a callback trains them; an error with its remedy if a later batch is the first that does not use some, and the run of
-    one process with it"""
+    """Named, also where a callback trains them; an error with its remedy if a later batch is the first that does not use
+    some, and the run of one process with it"""
     (want,_),(later,_),_,_,*gans = run_ranks(unused, 1)[0]
     ranks = run_ranks(unused, 2)
     of_three = [o for o,_ in run_ranks(skips_last, 3)]

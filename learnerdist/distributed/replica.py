@@ -392,7 +392,7 @@ class Replica(Trained):
         self.parts = PartSums() if by_parts else None
         self.ddp,self._sync = None,True
         self.params = []
-        self.unused = [] # Names of parameters whose gradients are added up beside DDP, since the loss does not use them
+        self.unused = [] # Names of parameters that the loss does not use: their gradients are added up beside DDP
         self.trained = [],[]
         # By how many the exchange divides the sum over ranks
         self.copies = 1 if by_parts and comm_hook is _by_default else group_size()
@@ -453,8 +453,8 @@ class Replica(Trained):
         return self.ddp is not None and not {'find_unused_parameters','static_graph'} & {*self.kw}
 
     def set_aside(self, names, findings):
-        """Add up the gradients of these parameters beside DDP, which would wait for them. Its find_unused_parameters would
-        fail where only a callback's backward pass reaches them, as in a GAN. Sync point"""
+        """Add up the gradients of these parameters beside DDP, which would wait for them. Its find_unused_parameters
+        fails where only a callback's backward pass reaches them, as in a GAN. Sync point"""
         self.unused += names
         self._wrap()
         findings.note('unused-parameters', f'the loss does not depend on {few(names)}: {_beside_ddp}')
@@ -494,8 +494,8 @@ class Replica(Trained):
             if on and not p.requires_grad: p.grad = None
 
     def begin_last(self, pending:list):
-        """Before the backward pass that exchanges gradients, the first one of which DDP hears: a callback may have had its
-        own before. pending: gradients of this rank's earlier parts, see `Tree`"""
+        """Before the backward pass that exchanges gradients, the first one that DDP hears of: a callback may have had its
+        own. pending: gradients of this rank's earlier parts, see `Tree`"""
         if self.parts: self.parts.pending = pending
         if not (self.hears_late and self._sync): return
         self.ddp.require_backward_grad_sync = self.ddp.require_forward_param_sync = True
