@@ -494,7 +494,7 @@ class Replica(Trained):
             if on and not p.requires_grad: p.grad = None
 
     def begin_last(self, pending:list):
-        """Before the backward pass that exchanges gradients, the first one that DDP hears of: a callback may have had its
+        """Before the backward pass that exchanges gradients, the first that DDP hears of: a callback may have had its
         own. pending: gradients of this rank's earlier parts, see `Tree`"""
         if self.parts: self.parts.pending = pending
         if not (self.hears_late and self._sync): return
