@@ -138,9 +138,20 @@ class Counting(nn.Module):
         self.net.register_forward_hook(self.count)
     def count(self, *_): self.n += 1
     def forward(self, x): return self.net(x)
+class NormedLoss:
+    "Its BatchNorm is none of the model's"
+    def __init__(self): self.norm = nn.BatchNorm1d(2).double()
+    def __call__(self, p, y):
+        self.norm(p)
+        return by_hand(p, y)
 class Counted(Callback):
-    def after_fit(self): assert get_model(self.model).n==4, get_model(self.model).n
-def counting(): return learner(Counting(), by_hand, cbs=Counted())
+    def before_fit(self): self.mean = 0.
+    def after_pred(self): self.mean = .9*self.mean+.1*self.pred.detach().mean(0)
+    def after_fit(self):
+        norm = self.learn.loss_func.norm
+        assert get_model(self.model).n==norm.num_batches_tracked==4
+        assert (norm.running_mean-self.mean).abs().max()<1e-12
+def counting(): return learner(Counting(), NormedLoss(), cbs=Counted())
 
 class Idle(nn.Module):
     "An output that the loss does not use, and a layer that nothing does"
@@ -289,15 +300,38 @@ def test_what_is_not_known_to_differ_is_silent():
     got = run_ranks(all_of, 2, [of_sizes,drawing,pairs_of_one,with_more])
     assert [messages for o in got for _,messages in o.values()]==[[]]*8
 
-def unused(): return fitted(idle),skips(),skips(find_unused_parameters=True),skips(3)
+class Both(nn.Module):
+    "A critic, and a generator that only a callback trains"
+    def __init__(self):
+        super().__init__()
+        self.critic,self.gen = net(),net(n_out=4, seed=6)
+    def forward(self, x): return self.critic(x)+self.critic(self.gen(x).detach())
+class TrainGen(Callback):
+    "A backward pass of its own through the whole model, in one event"
+    def __init__(self, event): setattr(self, event, self.train_gen)
+    def before_fit(self): self.opt_gen = sgd(get_model(self.model).gen.parameters(), .1)
+    def train_gen(self):
+        m = get_model(self.model)
+        kept = [p.grad if p.grad is None else p.grad.clone() for p in m.critic.parameters()]
+        m.critic(m.gen(self.xb[0])).mean().backward()
+        for p,g in zip(m.critic.parameters(), kept): p.grad = g
+        average_grads(m.gen.parameters())
+        self.opt_gen.step()
+        self.opt_gen.zero_grad()
+def both(event): return fitted(lambda: learner(Both(), cbs=TrainGen(event)))
+
+def unused():
+    return fitted(idle),skips(),skips(find_unused_parameters=True),skips(3),*map(both, ('before_batch','after_loss','after_step'))
 def skips_last(): return skips(3)
 
 def test_unused_parameters():
-    "Named; an error with its remedy if a later batch is the first that does not use some, and the run of one process with it"
-    (want,_),(later,_),*_ = run_ranks(unused, 1)[0]
+    """Named, also where a callback trains them; an error with its remedy if a later batch is the first that does not use
+    some, and the run of one process with it"""
+    (want,_),(later,_),_,_,*gans = run_ranks(unused, 1)[0]
     ranks = run_ranks(unused, 2)
     of_three = [o for o,_ in run_ranks(skips_last, 3)]
-    for r,((w,messages),(failed,_),(remedied,_),(last,_)) in enumerate(ranks):
+    for r,((w,messages),(failed,_),(remedied,_),(last,_),*found) in enumerate(ranks):
+        for (a,_),(b,said) in zip(gans, found): assert (a-b).abs().max()<1e-9 and len(said)==(r==0)
         assert (w-want).abs().max()<1e-9 and (remedied-later).abs().max()<1e-9
         for o in (failed,last,*of_three): # in the last one DDP has no next forward pass that would say so
             assert o.startswith('ValueError: [unused-parameters] no gradient for more.0.weight') and 'find_unused_parameters=True' in o

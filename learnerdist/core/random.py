@@ -15,7 +15,7 @@ from types import BuiltinMethodType,CellType,FunctionType,MethodType,ModuleType,
 import torch
 from torch.utils.data import get_worker_info
 
-from .compat import accelerator_module,in_bad_fork,version
+from .compat import TrackingNorm,accelerator_module,in_bad_fork,version
 from .stacks import in_library
 
 # %% ../../nbs/core/04_random.ipynb #c005
@@ -175,17 +175,21 @@ def untouched(func):
         set_rng_state(before)
 
 def undoing(func):
-    "Calls that put back attributes, buffers, the variables around a function, and the global names that it uses"
+    """Calls that put back attributes, buffers, the variables around a function, and the global names that it uses; also
+    of the modules that these are"""
     todo,seen = [func],set()
     for o in todo: # it grows
         if id(o) in seen or isinstance(o, type): continue
         seen.add(id(o))
         values = []
-        if isinstance(o, partial): todo.append(o.func)
+        if isinstance(o, partial):
+            todo.append(o.func)
+            values = [*o.args,*o.keywords.values()]
         elif isinstance(o, MethodType): todo += [o.__self__,o.__func__]
-        elif isinstance(o, torch.nn.Module):
-            for m in o.modules(): values += [vars(m),*vars(m).values(),*m.buffers(False)]
         elif hasattr(o, '__dict__'): values = [vars(o),*vars(o).values()]
+        if isinstance(o, torch.nn.Module): values += o.buffers(False)
+        # their kernels change statistics without a new version, see `_fill`
+        if isinstance(o, TrackingNorm): yield from [partial(b.data.copy_, b.clone()) for b in o.buffers(False)]
         if isinstance(o, FunctionType):
             cells = [c for c in o.__closure__ or () if c!=CellType()]
             names = {k: o.__globals__[k] for k in o.__code__.co_names if k in o.__globals__}
@@ -195,6 +199,10 @@ def undoing(func):
             todo += [v for v in inner if callable(v) and getattr(v, '__globals__', o.__globals__) is o.__globals__]
             values += inner
         yield from filter(None, map(_undo, values))
+        for v in values:
+            if isinstance(v, dict): v = v.values()
+            elif not isinstance(v, (list,tuple)): v = [v]
+            todo += [m for m in v if isinstance(m, torch.nn.Module)]
 
 # %% ../../nbs/core/04_random.ipynb #unt02b
 def _undo(v):

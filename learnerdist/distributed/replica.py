@@ -317,16 +317,19 @@ def _in_buckets(tensors:list, n_bytes:int=_large)->list:
 
 # %% ../../nbs/distributed/09_replica.ipynb #581ba1f4
 @contextmanager
-def _without_empty(model):
-    "Within the body, DDP ignores parameters without elements, which it would refuse"
-    name = ignored_by_ddp
-    empty = {k for k,p in model.named_parameters() if not p.numel()}
+def _leaving_out(model, aside):
+    "Within the body, DDP ignores the parameters in `aside`, and those without elements, which it would refuse"
+    name,own = ignored_by_ddp,{*map(id, aside)}
     old = vars(model).get(name)
-    if empty: setattr(model, name, {*(old or ()), *empty})
+    names = {*(old or ())}
+    for k,p in model.named_parameters(remove_duplicate=False):
+        # DDP puts a dot before those of the outermost module
+        if id(p) in own or not p.numel(): names |= {k,f'.{k}'}
+    if names: setattr(model, name, names)
     try: yield
     finally:
         if old is not None: setattr(model, name, old)
-        elif empty: delattr(model, name)
+        elif names: delattr(model, name)
 
 # %% ../../nbs/distributed/09_replica.ipynb #7565e5ad
 _is_trained = attrgetter('requires_grad')
@@ -389,6 +392,7 @@ class Replica(Trained):
         self.parts = PartSums() if by_parts else None
         self.ddp,self._sync = None,True
         self.params = []
+        self.unused = [] # Names of parameters that the loss does not use: their gradients are added up beside DDP
         self.trained = [],[]
         # By how many the exchange divides the sum over ranks
         self.copies = 1 if by_parts and comm_hook is _by_default else group_size()
@@ -407,17 +411,21 @@ class Replica(Trained):
         own = {id(p) for p in self.params}
         self.others = [p for p in self._optimized() if id(p) not in own]
         self.all_params = self.params+self.others
-        broadcast_tensors(self.others)
+        self.aside = [p for k,p in self.model.named_parameters() if k in self.unused]
+        broadcast_tensors(self.others+self.aside)
         self.checked = False
         self.trained = self._what_is_trained()
-        self.ddp = None
-        if not any(p.requires_grad for p in self.params): return # DDP refuses a model that is frozen as a whole
+        self.ddp,self.hears_late = None,False
+        aside = {*map(id, self.aside)}
+        if not any(p.requires_grad and id(p) not in aside for p in self.params): return # DDP refuses such a model
         device = self.learn.device
         ids = None if device.type=='cpu' else [device.index]
-        with _without_empty(self.model):
+        with _leaving_out(self.model, self.aside):
             kw = dict(self.kw, device_ids=ids, process_group=current_group())
             self.ddp = DistributedDataParallel(self.model, **kw)
         self.check_reduced = getattr(self.ddp.reducer, check_reduced, int) # an older torch has none
+        # else its forward pass has to know whether it exchanges
+        self.hears_late = self.links is not None and not (self.ddp.find_unused_parameters or self.ddp.static_graph)
         if self.comm_hook: self.comm_hook(self.ddp, self.links, self.parts)
         self.meets = self.comm_hook in (_shm,_by_default) and can_share(self.ddp, self.links)
         self.set_exchange(self._sync)
@@ -433,9 +441,11 @@ class Replica(Trained):
         # fastai's Learner has this object as its model
         if now is not self.model and now is not self: self.replace_model(now)
         if self.trained!=self._what_is_trained(): self._wrap()
+        step = self.engine.loop.step
+        is_second = step is not None and step.is_over
+        if self.hears_late and not is_second: self.ddp.require_backward_grad_sync = False
         out = (self.ddp or self.model)(*xb, **kw)
-        loop = self.engine.loop
-        if loop.step and loop.step.is_over: return weigh_back(out, loop.weight_of_second())
+        if is_second: return weigh_back(out, self.engine.loop.weight_of_second())
         return out
 
     @property
@@ -443,11 +453,12 @@ class Replica(Trained):
         "Whether unused parameters would end the run, and the user has set no option for them"
         return self.ddp is not None and not {'find_unused_parameters','static_graph'} & {*self.kw}
 
-    def find_unused(self, names, findings):
-        "Let DDP look for unused parameters from now on. Sync point"
-        self.kw = {**self.kw, 'find_unused_parameters': True}
+    def set_aside(self, names, findings):
+        """Add up the gradients of these parameters beside DDP, which would wait for them. Its find_unused_parameters
+        fails where only a callback's backward pass reaches them, as in a GAN. Sync point"""
+        self.unused += names
         self._wrap()
-        findings.note('unused-parameters', f'the loss does not depend on {few(names)}: {_looks_for_unused}')
+        findings.note('unused-parameters', f'the loss does not depend on {few(names)}: {_beside_ddp}')
 
     def replace_model(self, model):
         "Go on with another model, which a callback has put in place of this one. Sync point"
@@ -484,15 +495,19 @@ class Replica(Trained):
             if on and not p.requires_grad: p.grad = None
 
     def begin_last(self, pending:list):
-        "Before the backward pass that exchanges gradients. pending: those of this rank's earlier parts, see `Tree`"
+        """Before the backward pass that exchanges gradients, the first that DDP hears of: a callback may have had its
+        own. pending: gradients of this rank's earlier parts, see `Tree`"""
         if self.parts: self.parts.pending = pending
+        if not (self.hears_late and self._sync): return
+        self.ddp.require_backward_grad_sync = self.ddp.require_forward_param_sync = True
+        self.ddp.reducer.prepare_for_backward([])
 
     def after_backward(self, pending=()):
         """After a backward pass with an exchange: add up gradients outside of DDP, look for missing ones. pending: as
         in `begin_last`. Sync point"""
         if not self._sync: return
         outside = [*filter(_is_trained, self.others),*self.frozen]
-        if self.ddp is None: outside += filter(_is_trained, self.params)
+        outside += filter(_is_trained, self.aside if self.ddp else self.params)
         if outside:
             add_earlier(outside, pending)
             sum_grads(outside, 1/self.copies)
@@ -504,10 +519,10 @@ class Replica(Trained):
         if self.ddp.find_unused_parameters or self.ddp.static_graph: return
         try: self.check_reduced()
         except RuntimeError: is_first = True # or a gradient did not come, which DDP tells in the next forward pass only
-        if is_first and (idle := without_gradient(self.model)):
+        idle = [k for k in without_gradient(self.model) if k not in self.unused] if is_first else []
+        if idle:
             raise ValueError(coded('unused-parameters', f"no gradient for {', '.join(idle)}: {_no_part}"))
 
-_looks_for_unused = ('this fit has find_unused_parameters=True. Freeze them with requires_grad_(False) to save its '
-                     'cost')
+_beside_ddp = 'this fit adds up their gradients by themselves. Freeze them with requires_grad_(False) to save the cost'
 _no_part = ('if they take no part in the loss, use distrib_ctx(find_unused_parameters=True), or freeze '
             'them with requires_grad_(False)')

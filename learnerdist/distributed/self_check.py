@@ -283,7 +283,7 @@ class SelfCheck:
             if one.says: known = 'items'
             elif kind=='other': known = 'samples'
             losses.set_loss_over(learn, MeanOver(known))
-        if done and one.unused: self.engine.replica.find_unused(one.unused, findings)
+        if done and one.unused: self.engine.replica.set_aside(one.unused, findings)
         name = getattr(learn.loss_func, '__name__', type(learn.loss_func).__name__)
         if done and any(o.mixes for o in found):
             model = type(get_model(learn.model)).__name__
