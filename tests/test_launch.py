@@ -187,6 +187,13 @@ def test_a_port_that_another_program_has(tmp_path):
         res = launch(*options, write(tmp_path, ''), command=[sys.executable,'-c',code])
     assert res.returncode == 1 and f'learnerdist.launch: {at} does not answer as a rendezvous: another program has' in res.stderr
 
+def test_another_launch_had_this_endpoint(tmp_path):
+    "torchrun's agent takes this launch for a spare machine, and leaves without an error when the other one is done"
+    code = 'import sys; from learnerdist.launch import agent,main; agent.Agent.run = lambda self: None; sys.exit(main())'
+    at = f'127.0.0.1:{free_port()}'
+    res = launch('--nproc', '1', '--rdzv-endpoint', at, '--no-fork-server', write(tmp_path, ''), command=[sys.executable,'-c',code])
+    assert res.returncode == 1 and f'another launch has {at}: give each its own --rdzv-endpoint' in res.stderr
+
 wrong = '''import asyncio,os,signal,sys,threading
 if os.environ['RANK'] == '2':
     if sys.argv[1] == 'SIGTERM': os.kill(os.getpid(), signal.SIGTERM)

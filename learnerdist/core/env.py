@@ -206,7 +206,7 @@ def _how(kind, message):
     return 'left by sys.exit(0)' if (kind,message) in _well else f'failed with {kind}: {message}'
 
 _absent = ''', and this rank waits for it, in a call that all ranks have to make (fit, validate,
-get_preds): has this rank made it alone?'''.replace('\n', ' ')
+get_preds): has this rank made it alone? Make it outside of `if rank==0`'''.replace('\n', ' ')
 _well = [('SystemExit',o) for o in ('','0','None')]
 
 # %% ../../nbs/core/01_env.ipynb #left01b

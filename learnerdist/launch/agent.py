@@ -268,8 +268,10 @@ def run_with_others(job:Job)->int:
     def interrupt(sig, frame): raise SignalException('', signal.Signals(sig))
     for o in job.signals: signal.signal(o, interrupt)
     late = f'waits for the other machines, at {where}'
+    if args.n_nodes == 1: late = f'another launch has {where}: give each its own --rdzv-endpoint'
     try:
         with after(5, lambda: agent.attempt or log(late)): agent.run()
+        if args.n_nodes == 1 and not agent.attempt: return log(late) or 1 # torchrun takes it for a spare machine
         if failures(job.ranks): notify_others(job)
         with suppress(Exception): spec.rdzv_handler.shutdown()
     except SignalException as e: return job.status(e.sigval)
