@@ -191,8 +191,8 @@ def test_tensorboard_that_is_not_installed(monkeypatch):
 def timed():
     res = []
     for cbs in ([],[GradientAccumulation(8)]):
-        learn = make(n=23, cbs=Timer) # one sample is read twice, and not counted
-        with learn.distrib_ctx(): learn.fit(2, cbs=cbs)
+        learn = make(n=23) # one sample is read twice, and not counted
+        with learn.distrib_ctx(): learn.fit(2, cbs=[Timer(),*cbs])
         res += learn.recorder.times
     return res
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.env import is_rank0,wide_dtype
-from ..core.stacks import warn
+from ..core.stacks import need,warn
 from ..data.loaders import data_len
 from ..data.rows import find_device
 from .losses import batch_rows,n_items,unread_loss,weighted
@@ -34,6 +34,7 @@ class Recorder(Callback):
         self.mets = []
         self.metric_names = []
         self.measuring = self.reduced = False
+        self.timer = None
         self._clear()
 
     def _clear(self):
@@ -49,6 +50,7 @@ class Recorder(Callback):
 
     def before_fit(self):
         self._clear()
+        self.timer = vars(self.learn).get('timer') # also one of this fit alone
         self.mets = mk_metrics(self.metrics)
         names = [m.name for m in self.mets]
         self.metric_names = ['epoch','train_loss','valid_loss',*names,'time']
@@ -164,9 +166,8 @@ class Recorder(Callback):
     def times(self)->list:
         """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per
         second of all ranks. See `Timer`"""
-        timer = vars(self.learn).get('timer')
-        if timer is None: raise AttributeError('times of a fit: add Timer() to the callbacks of the learner')
-        return list(timer.times)
+        need(self.timer, 'times of a fit: add Timer() to the callbacks of the learner or of the fit')
+        return list(self.timer.times)
 
     def plot_loss(self,
         skip_start:int=0,     # Number of steps to leave out at the start
