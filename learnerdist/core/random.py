@@ -45,17 +45,12 @@ def set_seed(
     reproducible:bool=False  # Also restrict cuDNN to deterministic algorithms from now on, which may be slower
 ):
     "Seed this process's global random streams of Python, numpy (if it is imported) and torch, on every device"
-    _seed_host(s)
+    random.seed(s)
+    if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(s%2**32)
     torch.manual_seed(s)
     if reproducible:
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
-
-def _seed_host(s):
-    "Seed the streams that are in the memory of the host"
-    random.seed(s)
-    if np := sys.modules.get('numpy'): np.random.seed(s%2**32)
-    torch.default_generator.manual_seed(s)
 
 # %% ../../nbs/core/04_random.ipynb #c013
 @cache
@@ -93,8 +88,10 @@ def same_streams(a, b)->bool:
 def seed_streams(*parts:int, device=True):
     """Seed the global random streams from several numbers, such as seed, rank, epoch and batch. Some 10 µs:
     `torch.manual_seed` takes ten times as long to find no GPU"""
-    s = mix_seed(*parts)
-    _seed_host(s)
+    s,np = mix_seeds([parts])[0],sys.modules.get('numpy')
+    random.seed(s)
+    if np: np.random.seed(s%2**32)
+    torch.default_generator.manual_seed(s)
     module = _accelerator() if device else None
     if module and module.is_initialized(): module.manual_seed_all(s)
 
@@ -154,8 +151,11 @@ def map_seeded(f, items, parts, own=no_generators)->list:
     before = rng_state(device=False) if get_worker_info() is None else None
     res = []
     try:
-        for o,s in zip(items, mix_seeds(parts)):
-            _seed_host(s)
+        np = sys.modules.get('numpy')
+        for o,s in zip(items, mix_seeds(parts)): # without a call for each sample
+            random.seed(s)
+            if np: np.random.seed(s%2**32)
+            torch.default_generator.manual_seed(s)
             if own: own.seed(s+1)
             res.append(f(o))
     finally:
