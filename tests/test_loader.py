@@ -123,12 +123,6 @@ def test_batch_samplers_are_dealt_by_the_batch(W):
         assert [(o.unit, len(o), o.n_total) for o in dls] == [('batch', -(-4//W), 4)]*W
         assert undeal(read(ranks(dls[0].source, W, pad=False))) == batches
 
-def test_torchs_own_batch_sampler_is_dealt_by_the_row():
-    dls = ranks(DataLoader(range(7), batch_sampler=BatchSampler(RandomSampler(range(7)), 2, True)), 2, 5)
-    order = epoch_order(7, 5, 0, True).tolist()+[0]
-    assert rows(read(dls)) == [order[::2], order[1::2]]
-    assert dls[0].unit=='row' and len(dls[0])==2
-
 # --- streams ---
 
 class Whole(IterableDataset):
