@@ -290,7 +290,7 @@ def report(res):
     seen = two['wire_bytes']
     wire = '' if seen is None else f", {seen:,.0f} seen on the loopback interface (both ranks, and all other traffic)"
     text = '\n\n'.join([table(head, rows), '\n'.join(lines),
-                        f"Bytes of a step on 2 ranks: {two['gradient_bytes']:,.0f} of gradients{wire}; a vote is 8 of them.",
+                        f"Bytes of a step on 2 ranks: {two['gradient_bytes']:,.0f} of gradients{wire}; a vote is 16 of them.",
                         of_parts(res['runs'], part)])
     alone = np.mean(res['runs']['weak 1']['secs'])
     far_rows = [[W, *(ms(p[k]) for k in ('step',*parts)), f"{alone/p['step']:.0%}"] for W in far for p in [far_away(res, W)]]

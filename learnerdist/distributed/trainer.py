@@ -55,8 +55,8 @@ class Adapter(Callback, ABC):
         timeout_s:float=None,
         # Samples in a step of all ranks together, whatever their number; None: the loader's batch size on each rank
         global_bs:int=None,
-        # Samples of a part of a step, at most: the run has the same bits on any number of ranks. 'auto': as many as fit
-        # in memory
+        # Samples of a part of a step, at most. With `global_bs` a power of two times as many, the run has the same bits
+        # on 1, 2, 4, … ranks. 'auto': as many as fit in memory
         max_bs=None,
         **ddp_kw            # and DDP's
     ):
