@@ -77,7 +77,7 @@ def checksums(gib):
         cpu = time.process_time()
         assert newest_good(d, like, together=True).info['step']==0
         cpu = time.process_time()-cpu
-        messages = f'checked by rank 0 {alone:.2f} s; checked and read by {W} {time.perf_counter()-t:.2f} s, {cpu:.2f} CPU seconds of rank 0'
+        messages = f'checked by rank 0 {alone:.2f} s; checked and read by {W} {time.perf_counter()-t:.2f} s, {cpu:.2f} CPU s of rank 0'
         if r==0: print(f'a sharded state of {gib:g} GiB: {messages}')
         distrib_barrier()
 
