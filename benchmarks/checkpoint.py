@@ -74,8 +74,10 @@ def checksums(gib):
             for o in d.glob('*/*.pt'): zlib.crc32(o.read_bytes())
         distrib_barrier()
         alone,t = time.perf_counter()-t,time.perf_counter()
+        cpu = time.process_time()
         assert newest_good(d, like, together=True).info['step']==0
-        messages = f'checked by rank 0 {alone:.2f} s; checked and read by {W} {time.perf_counter()-t:.2f} s'
+        cpu = time.process_time()-cpu
+        messages = f'checked by rank 0 {alone:.2f} s; checked and read by {W} {time.perf_counter()-t:.2f} s, {cpu:.2f} CPU s of rank 0'
         if r==0: print(f'a sharded state of {gib:g} GiB: {messages}')
         distrib_barrier()
 

@@ -423,7 +423,6 @@ class Replica(Trained):
         with _leaving_out(self.model, self.aside):
             kw = dict(self.kw, device_ids=ids, process_group=current_group())
             self.ddp = DistributedDataParallel(self.model, **kw)
-        self.flags = vars(self.ddp) # where attributes are set at once: a module takes its time
         self.check_reduced = getattr(self.ddp.reducer, check_reduced, int) # an older torch has none
         # else its forward pass has to know whether it exchanges
         self.hears_late = self.links is not None and not (self.ddp.find_unused_parameters or self.ddp.static_graph)
@@ -444,7 +443,8 @@ class Replica(Trained):
         if self.trained!=self._what_is_trained(): self._wrap()
         step = self.engine.loop.step
         is_second = step is not None and step.is_over
-        if self.hears_late and not is_second: self.flags['require_backward_grad_sync'] = False
+        # a module sets attributes slowly
+        if self.hears_late and not is_second: vars(self.ddp)['require_backward_grad_sync'] = False
         out = (self.ddp or self.model)(*xb, **kw)
         if is_second: return weigh_back(out, self.engine.loop.weight_of_second())
         return out
@@ -481,7 +481,7 @@ class Replica(Trained):
         if self.ddp is None: return
         # a static graph is recorded in the first pass, which must exchange
         if self.ddp.static_graph and not self.learn.train_iter: self._sync = True
-        self.flags['require_backward_grad_sync'] = self._sync
+        vars(self.ddp)['require_backward_grad_sync'] = self._sync
 
     def take(self)->dict:
         "The gradients of a part; the parameters have none afterwards"
@@ -499,7 +499,7 @@ class Replica(Trained):
         own. pending: gradients of this rank's earlier parts, see `Tree`"""
         if self.parts: self.parts.pending = pending
         if not (self.hears_late and self._sync): return
-        self.flags.update(require_backward_grad_sync=True, require_forward_param_sync=True)
+        vars(self.ddp).update(require_backward_grad_sync=True, require_forward_param_sync=True)
         self.ddp.reducer.prepare_for_backward([])
 
     def after_backward(self, pending=()):
