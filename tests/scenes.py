@@ -2,9 +2,8 @@
 
 `scenes` is the table: name → settings, which override those of `base`. `run` does one of them, on one process or as
 one of W ranks, and returns plain data; test_scenes.py compares. A new scene is a line of the table."""
-import copy, itertools, sys, traceback
+import copy, itertools, traceback
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 import torch, torch.distributed as dist
@@ -13,10 +12,11 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from harness import leaving_nothing
 from helpers import Stream
 from learnerdist.all import (AvgMetric, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException,
-                             CancelTrainException, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL, accuracy, default_device,
-                             gather_with_grad, group_rank, group_size, process_group)
+                             CancelTrainException, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL, accuracy, average_grads,
+                             default_device, gather_with_grad, group_rank, group_size, process_group)
 from learnerdist.learner.techniques import GradientClip, Lookahead, MixedPrecision
 
 F64,F32 = torch.float64,torch.float32
@@ -198,6 +198,7 @@ class At(Callback):
 class FreezesFirst(Callback):
     def before_fit(self): self.model[0].requires_grad_(False)
 def later(event, f): return lambda: [FreezesFirst(),At(event, 5, f)]
+def fail(learn): raise ZeroDivisionError
 def unfreeze(learn): learn.model[0].requires_grad_(True)
 def freeze_more(learn): learn.model[2].requires_grad_(False)
 def freeze_first(learn): learn.model[0].requires_grad_(False)
@@ -217,6 +218,15 @@ class Cancels(Callback):
     def _raise(self):
         here = self.rank is None or group_rank()==self.rank%group_size()
         if self.training and self.iter==self.at and here: raise self.what
+
+class OnOneRank(Callback):
+    "Raises at a part of a step, whatever rank it is on"
+    run_valid = False
+    def __init__(self, event, exc, step, part):
+        self.exc,self.at = exc,(step,part)
+        setattr(self, event, self._raise)
+    def _raise(self):
+        if (self.train_iter,self.learn.runner.part.number)==self.at: raise self.exc
 
 class Overflow(Callback):
     "An infinite loss on the last rank, in the batches `at`; alone, in place of the global one"
@@ -271,6 +281,24 @@ class Penalty(Callback):
         penalty = .01*sum(p.square().sum() for p in self.model.parameters())
         if self.in_place: self.learn.loss_grad += penalty
         else: self.learn.loss_grad = self.loss_grad+penalty
+
+class Discriminator(nn.Module):
+    "The loss of a generator, which is what the learner trains"
+    def __init__(self):
+        super().__init__()
+        self.judge = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    def forward(self, pred, targ): return (self.judge(pred)-1).square().mean()
+class TrainsDiscriminator(Callback):
+    "In whose gradients the learner's loss has left its own"
+    run_valid = False
+    def __init__(self, event): setattr(self, event, self._train)
+    def before_fit(self): self.own = torch.optim.SGD(self.learn.loss_func.parameters(), lr=.1)
+    def _train(self):
+        judge = self.learn.loss_func.judge
+        self.own.zero_grad()
+        ((judge(self.yb[0])-1).square().mean()+judge(self.pred.detach()).square().mean()).backward()
+        average_grads(judge.parameters())
+        self.own.step()
 
 class Ignores(Callback):
     "Some labels do not count, on each rank another number: known before the forward pass, or only in `event`"
@@ -394,25 +422,6 @@ def outcome(name, W=1, rank=0):
     try: return run(scenes[name], W, rank)
     except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
 
-def module_state():
-    "What the modules of the package hold, by name; but how many of a kind there were in this process, which names keys of the store"
-    res = {}
-    for name,module in list(sys.modules.items()):
-        if not name.startswith('learnerdist'): continue
-        for k,v in vars(module).items():
-            if isinstance(v, ContextVar): res[f'{name}.{k}'] = v.get(None)
-            elif isinstance(v, (int,float,str,list,dict,set,type(None))): res[f'{name}.{k}'] = repr(v)
-    res.pop('learnerdist.core.env._counts', None)
-    return res
-
-def leaving_nothing(f, *args):
-    "The result of a scene; an error if it leaves something behind in a module"
-    before = module_state()
-    res = f(*args)
-    after = module_state()
-    left = {k: (v,after[k]) for k,v in before.items() if after[k]!=v}
-    return dict(error=f'left in modules, before and after: {left}') if left else res
-
 def rank_runs(names):
     "Each scene's result on this rank, or its error"
     with process_group(): return {k: leaving_nothing(outcome, k, group_size(), group_rank()) for k in names}
@@ -472,6 +481,8 @@ scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
                                     metrics=[distance], preds=False),
            'inputs changed in place': scene(model=lambda: Writes(lambda x: x.sub_(.5)))}
 # Cancelled
+recorded = {f'a batch cancelled in {o}': with_cb(Cancels, o, CancelBatchException) for o in ('after_loss','before_backward')}
+scenes |= recorded # its loss is, in one batch and in parts
 scenes |= {'a backward pass cancelled': with_cb(Cancels, 'before_backward', CancelBackwardException),
            'cancelled after a step': with_cb(Cancels, 'after_batch', CancelTrainException, -1)}
 # Losses: whatever they count, over ranks and over micro-batches
@@ -498,6 +509,10 @@ scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given
            'contrastive': scene(loss=contrast), 'a scripted loss': scene(loss=scripted),
            'targets changed in place': scene(n=45, ds=classes, loss=masked_in_place), 'sum and penalty': with_cb(Penalty, False, **of_sum),
            'sum and penalty in place': with_cb(Penalty, True, **of_sum), 'weighed twice': with_cb(Twice, n=45)}
+# A second loss, with an optimizer of its own: `average_grads` weighs by samples. 77: five in the last step
+adversarial = {f'a discriminator in {o}': with_cb(TrainsDiscriminator, o, n=77, loss=Discriminator, splitter=every_param)
+               for o in ('after_pred','before_step','after_step')}
+scenes |= adversarial
 weighted = dict(n=45, ds=classes, loss=weighted_ce)
 scenes |= {'other weights': with_cb(Reweights, 'weight', tensor([.9,.1], dtype=F64), **weighted),
            'other labels ignored': with_cb(Reweights, 'ignore_index', 0, **weighted),

@@ -180,17 +180,6 @@ def valid_cases():
         with learn.distrib_ctx(seed=1): res.append((learn.validate(cbs=[ValidStop(rank, at), trace]), trace.after))
     return res
 
-class Disturb(Callback):
-    def after_batch(self):
-        if group_rank()==1 and self.training and self.iter==1:
-            with torch.no_grad(): get_model(self.model)[0].bias[2] += 1e-9
-
-def diverge():
-    learn = make()
-    try:
-        with learn.distrib_ctx(check_every=2): learn.fit(1, cbs=Disturb)
-    except Exception as e: return str(e)
-
 class Extreme(Callback):
     "Cancels on rank 1 alone, first or last of all that a user may ask for"
     def __init__(self, order, event): self.order = order; setattr(self, event, self.cancel)
@@ -275,18 +264,15 @@ def with_a_nan(order):
     return weights(learn).tolist(),learn.recorder.losses,sums
 
 def one_after_another():
-    return rank_extreme(),cancels_before_a_forward_pass(),[with_a_nan(o) for o in (-1,1)],diverge()
+    return rank_extreme(),cancels_before_a_forward_pass(),[with_a_nan(o) for o in (-1,1)]
 
-def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans_and_divergence():
+def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans():
     a,b = run_ranks(one_after_another, 2, timeout_s=200)
-    assert a[:3]==b[:3]
-    extreme,((_,_),(lrs,_)),nans,_ = a
+    assert a==b
+    extreme,((_,_),(lrs,_)),nans = a
     assert len(extreme)==10 and len(set(lrs))==4
     assert nans[0]==nans[1] # they count for nothing
     for w,losses,sums in nans: assert all(map(math.isfinite, w+losses)) and {*sums}=={2.} and len(sums)>4
-    want = ('[weights-differ] after 2 steps of this epoch 0.bias differs between rank 0 and [1]: something changes it on one rank and not '
-            'on the others')
-    for *_,o in (a,b): assert o.startswith(want)
 
 def late_with_a_collective():
     "Rank 0 cancels before the step, where it waits for the answer of the others; they are in a collective"

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from learnerdist.core.env import group_rank, group_size, process_group
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
+from harness import close
 from scenes import make, scenes
-from test_scenes import close
 
 warnings.filterwarnings('ignore')
 

@@ -2,19 +2,12 @@
 import functools, tempfile
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset
+from harness import close
 from scenes import F64, adam, bn, conv, default_dtype, losses, make, outcome, picture, pictures, rank_runs, result, run, scene, scenes
 from learnerdist.all import TfmdDL, gather_with_grad, group_size, num_distrib, process_group, rank_distrib, set_seed
 from learnerdist.data.sharding import epoch_order
 from learnerdist.testing import run_ranks
-
-def close(a, b, tol=1e-9):
-    "Numbers and tensors in nested lists and dicts"
-    for x,y in zip(tree_leaves(a), tree_leaves(b), strict=True):
-        if y is None or isinstance(y, str): assert x==y
-        else: torch.testing.assert_close(torch.as_tensor(x, dtype=F64), torch.as_tensor(y, dtype=F64), atol=tol,
-                                         rtol=tol, equal_nan=True)
 
 @pytest.fixture(scope='module')
 def alone(): return {k: outcome(k) for k in scenes}

@@ -462,6 +462,8 @@ class Drifts(Callback):
         if group_rank()==1:
             with torch.no_grad(): get_model(self.model)[2].bias.add_(1e-6)
 def drift(): return learner(cbs=Drifts())
+def drift_within(): return learner(cbs=Drifts())
+drift_within.options = lambda: dict(check_every=2)
 class Twice(Callback):
     "A second backward pass, by DDP"
     run_valid = False
@@ -491,6 +493,7 @@ offenders = [(mixing,r'\[mixes-samples\] predictions of Sequential depend on whi
     (center_loss,r'\[ranks-differ\] .*centers.*average_grads'),
     (global_centers,r'\[ranks-differ\] .*centers.*average_grads'), (not_a_number,None),
     (drift,r'RuntimeError: \[weights-differ\] .*2\.bias differs between rank 0 and \[1\]'),
+    (drift_within,r'RuntimeError: \[weights-differ\] after 2 steps of this epoch 2\.bias differs .*: something changes it on one rank'),
     (other_path,r'\[different-path\] learn.path: .*run-0 on rank 0, .*run-1')]
 
 @pytest.fixture(scope='module')
