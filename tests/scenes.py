@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 # --- data: functions from a number of samples to a data set -----------------------------------------------------------
 
-def draws(n, *shape, seed=0): return torch.randn(n, *shape, generator=torch.Generator().manual_seed(n+seed))
+def draws(n, *shape, seed=0, **kw): return torch.randn(n, *shape, generator=torch.Generator().manual_seed(n+seed), **kw)
 def ints(high, n, *shape): return torch.randint(high, (n,*shape), generator=torch.Generator().manual_seed(n))
 def points(n): return TensorDataset(draws(n, 4), draws(n, 2, seed=1))
 def classes(n): return TensorDataset(draws(n, 4), ints(2, n))
@@ -61,6 +61,10 @@ class OwnLoaders(SimpleNamespace):
     def __init__(self, train, valid): super().__init__(train=train, valid=valid)
     def __getitem__(self, i): return [self.train, self.valid][i]
     def __len__(self): return 2
+
+def validates_training(train, valid):
+    "In batches, of which the last one is dropped"
+    return DataLoaders(train, DataLoader(train.dataset, 10, drop_last=True))
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
@@ -164,6 +168,11 @@ def of_output(out, b): return out[0]
 def huber(p, t): return ((p-t)**2+1).sqrt().mean()
 def contrast(p, t): return torch.logsumexp(-torch.cdist(gather_with_grad(p), gather_with_grad(t.detach())), 1).mean()
 contrast.n_items = 'whole'
+def ranked(p, t):
+    "Over the whole batch: each prediction against the mean"
+    p,t = gather_with_grad(p),gather_with_grad(t)
+    return ((p-p.mean(0)-t)**2).mean().sqrt()
+ranked.n_items = 'whole'
 def masked_in_place(p, t):
     m = t!=0
     t[~m] = 1
@@ -413,7 +422,7 @@ def run(c, W=1, rank=0):
             kw = dict(n_epoch=o) if isinstance(o, int) else dict(o)
             (learn.fit_one_cycle if c['cycle'] else learn.fit)(kw.pop('n_epoch'), cbs=cbs, **kw)
             fits.append(result(learn, unlike))
-        res = dict(fits=fits, measured=[measured(o) for o in cbs], validate=learn.validate(), ids=getattr(learn, 'ids', []))
+        res = dict(fits=fits, measured=[o for o in map(measured, cbs) if o], validate=learn.validate(), ids=getattr(learn, 'ids', []))
         if c['preds']: res['preds'] = tree_leaves(learn.get_preds())
     return {k:v for k,v in res.items() if k not in unlike}
 
@@ -454,6 +463,8 @@ scenes = dict(
     fits_go_on_adam=picture(model=bn_no_bias, fits=[1, dict(n_epoch=2, lr=.005)], **adam),
     seed_of_torch=picture(ctx={}), torchs_loader=picture(loader=DataLoader, metrics=[accuracy]),
     own_loaders=picture(loader=DataLoader, wrap=OwnLoaders))
+bias_adam = 'a bias before BatchNorm, with Adam' # README's Limits: the gradient of such a bias is rounding
+scenes[bias_adam] = picture(model=bn, fits=[2, dict(n_epoch=2, lr=.05)], preds=False, tol=1e-8, **adam)
 # What is trained changes
 unfrozen_in = 'before_batch','after_pred','after_step','after_batch'
 scenes |= {f'unfreeze in {o}': scene(cbs=later(o, unfreeze)) for o in unfrozen_in}
@@ -506,6 +517,7 @@ given = scene(n=45, ds=texts_in_dicts, model=OwnLoss, loss=None, ctx=dict(seed=3
 of_sum = dict(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3)
 scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given, 'model': lambda: OwnLoss(tuple), 'loss': of_output},
            'loss of the model, accumulated': {**given, 'n': 48, 'parts': 2, 'accumulate': 12},
+           'validated in batches': scene(loss=ranked, ctx=dict(seed=3, split_batches=True), wrap=validates_training),
            'contrastive': scene(loss=contrast), 'a scripted loss': scene(loss=scripted),
            'targets changed in place': scene(n=45, ds=classes, loss=masked_in_place), 'sum and penalty': with_cb(Penalty, False, **of_sum),
            'sum and penalty in place': with_cb(Penalty, True, **of_sum), 'weighed twice': with_cb(Twice, n=45)}

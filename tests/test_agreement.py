@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import weights
+from helpers import Raise, weights
 from learnerdist.all import *
 from learnerdist.core.env import group_rank, group_size
 from learnerdist.data.sharding import epoch_order
@@ -27,18 +27,6 @@ def make(bn=False, opt=torch.optim.SGD, n=N, bs=BS, **kw):
     learn = Learner(DataLoaders.from_dsets(data(n), data(10, 1), bs=bs), model, nn.MSELoss(), opt, lr=.05, **kw)
     learn.logger = lambda line: None
     return learn
-
-
-class Raise(Callback):
-    "Raise `exc` in `event`, the `at`-th time it comes, on `rank` only"
-    order = 20
-    def __init__(self, event, exc, rank, at=0):
-        self.exc,self.rank,self.at,self.seen = exc,rank,at,0
-        if event in outer: self.order = 70 # what comes later in the event that raises is not told: let the recorder be first
-        setattr(self, event, self.act)
-    def act(self):
-        self.seen += 1
-        if self.rank in (None,group_rank()) and self.seen==self.at+1: raise self.exc
 
 class Trace(Callback):
     order = 30

@@ -8,7 +8,8 @@ import machines
 import pytest
 import torch
 import torch.distributed as dist
-from test_agreement import Raise, make, weights
+from helpers import Raise, weights
+from test_agreement import make
 from test_no_trace import changes, snapshot
 
 from learnerdist.all import *

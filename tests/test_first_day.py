@@ -175,7 +175,8 @@ def predicted():
         res = dict(tta=learn.tta(n=2), both=learn.tta(beta=None)[0], largest=learn.tta(use_max=True)[0])
         test = learn.dls.test_dl([x for x,_ in images(7, 2)], bs=2)
         labelled = learn.dls.test_dl(images(7, 2), with_labels=True)
-        return res | dict(test=learn.get_preds(dl=test)[0], valid=learn.validate(dl=labelled), plain=learn.get_preds()[0])
+        res |= dict(train=learn.validate(ds_idx=0), valid=learn.validate(dl=labelled))
+        return res | dict(test=learn.get_preds(dl=test)[0], plain=learn.get_preds()[0])
 
 def test_predictions():
     one = alike(predicted)
