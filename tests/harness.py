@@ -37,12 +37,14 @@ def _values(name, owner):
         elif kind is WeakKeyDictionary: yield f'{name}.{k}',len(v)
         elif isinstance(v, type) and v.__module__==name: yield from _values(f'{name}.{k}', v)
 
+# Counts that name keys of the store; private names of torch, which modules register when they are imported
+of_process = 'learnerdist.core.env._counts','learnerdist.core.compat.names'
+
 def module_state():
-    "What the modules of the package and their classes hold; but counts of a process, which name keys of the store"
+    "What the modules of the package and their classes hold"
     modules = [(k, m) for k,m in list(sys.modules.items()) if k.startswith('learnerdist')]
     res = {k: v for name,m in modules for k,v in _values(name, m)}
-    res.pop('learnerdist.core.env._counts', None)
-    return res
+    return {k: v for k,v in res.items() if k not in of_process}
 
 def changed(before):
     "What modules hold now that is not as it was: before and after"

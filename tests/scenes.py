@@ -120,6 +120,7 @@ class OwnLoss(Tags):
     def __init__(self, kind=dict):
         super().__init__()
         self.kind,self.idle = kind,nn.Linear(2, 2)
+        self.own_hooks = [1] # as with activation checkpointing
     def forward(self, b):
         out = super().forward(b['x'])
         loss = F.cross_entropy(out.flatten(0, 1), b['labels'].flatten())
@@ -295,6 +296,7 @@ class Discriminator(nn.Module):
     "The loss of a generator, which is what the learner trains"
     def __init__(self):
         super().__init__()
+        torch.manual_seed(2) # no context makes its weights equal on all ranks
         self.judge = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
     def forward(self, pred, targ): return (self.judge(pred)-1).square().mean()
 class TrainsDiscriminator(Callback):
@@ -445,7 +447,7 @@ scenes = dict(
     conv_37_drop=picture(n=37, dl=dict(drop_last=True), model=conv, sees=True), rms=picture(opt=torch.optim.RMSprop, lr=.01),
     bn=picture(model=bn), bn_adam=picture(model=bn_no_bias, **adam), bn_frozen=picture(model=bn_frozen),
     bn_cumulative=picture(model=bn_cumulative), no_sync_bn=picture(ctx=dict(seed=3, sync_bn=False)),
-    split=picture(model=bn, ctx=dict(seed=3, split_batches=True), sees=True),
+    split=picture(model=bn, bs=13, ctx=dict(seed=3, split_batches=True), sees=True), # 13: which no number of ranks divides
     find_unused=picture(model=PartUsed, ctx=dict(seed=3, find_unused_parameters=True)),
     static=picture(model=conv, ctx=dict(seed=3, static_graph=True)),
     view=picture(model=conv, ctx=dict(seed=3, gradient_as_bucket_view=True)),

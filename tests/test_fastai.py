@@ -317,12 +317,4 @@ def test_a_callback_draws_the_same_on_each_rank(found):
     a,b = found(redrawn, 2)
     assert a==b and len({str(o) for o in a})==3
 
-def split_batches(W, rank, path):
-    learn = make(1, rank, bs=25) # which neither 2 nor 3 ranks divide
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, split_batches=True): learn.fit(2)
-    return history(learn)
-
-@on_1_and_2
-def test_split_batches(Ws, found): same(split_batches, found=found, W=Ws, tol=1e-6)
-
-found = asking(own_loss, all_fits, began_alone, redrawn, split_batches, alone=(traces, one_fails, detached, outside))
+found = asking(own_loss, all_fits, began_alone, redrawn, alone=(traces, one_fails, detached, outside))

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from harness import close
 from helpers import weights
 from learnerdist.all import *
 from learnerdist.learner.finder import valley
@@ -46,17 +47,8 @@ def on_ranks(W):
 def alike(func, *args):
     "What `func` returns in one process, after comparison with each rank of 2, and some with each of 3"
     one = func(*args)
-    for o in (*on_ranks(2),*on_ranks(3)): same(o.get(func.__name__, one), one, func.__name__)
+    for o in (*on_ranks(2),*on_ranks(3)): close(o.get(func.__name__, one), one, at=func.__name__)
     return one
-
-def same(a, b, at):
-    if isinstance(b, dict): assert a.keys()==b.keys() and all(same(a[k], b[k], k) is None for k in b), at
-    elif isinstance(b, torch.Tensor) and b.is_floating_point():
-        assert a.shape==b.shape and torch.allclose(a, b, rtol=0, atol=1e-9, equal_nan=True), at
-    elif isinstance(b, torch.Tensor): assert torch.equal(a, b), at
-    elif isinstance(b, (list,tuple)): assert len(a)==len(b) and all(same(*o, at) is None for o in zip(a, b)), at
-    elif isinstance(b, float): assert a==pytest.approx(b, rel=1e-9, abs=1e-9, nan_ok=True), at
-    else: assert a==b, at
 
 # --- lr_find ----------------------------------------------------------------------------------------------------------------
 
@@ -160,8 +152,7 @@ def test_dict_batches():
     assert one['preds'].shape==(24,3) and one['test'].shape==(10,3)
     assert one['valid'][0]==pytest.approx(F.cross_entropy(one['preds'], one['labels']).item())
     plain = by_name(False)
-    same(plain['weights'], one['weights'], 'weights')
-    same(plain['preds'], one['preds'], 'preds')
+    for k in ('weights','preds'): close(plain[k], one[k])
 
 # --- looking, test data, and use elsewhere --------------------------------------------------------------------------------------
 

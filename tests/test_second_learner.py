@@ -90,7 +90,8 @@ def test_a_learner_without_a_context_has_all_the_data(name, W, found):
         close(got['weights'], want['weights'], 1e-7)
         data = make(c).dls.train.dataset.tensors[0][:,0].tolist()
         assert seen==orders and sorted(seen[0])==sorted(data) and seen[0]!=seen[1]
-        assert (n,steps)==(4,4*W) and bool(said)==(r==0)
+        assert (n,steps)==(4,4*W)
+        if name=='ours': assert bool(said)==(r==0) # once a process
 
 @pytest.mark.parametrize('name', [o.__name__ for o in makers])
 def test_contexts_that_end_in_any_order(name, found):
