@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness import asking, close
 from helpers import Raise, weights
 from learnerdist.all import *
 from learnerdist.core.env import group_rank, group_size
@@ -118,9 +119,9 @@ def all_cancel(k=1):
     return res
 
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
-def test_what_all_ranks_cancel_is_cancelled_and_recorded_as_in_one_process(W):
-    for alone,*ranks in zip(all_cancel(W), *run_ranks(all_cancel, W), strict=True):
-        for rank in ranks: torch.testing.assert_close(rank[1:], alone[1:], rtol=0, atol=1e-12, equal_nan=True, msg=str(alone[0]))
+def test_what_all_ranks_cancel_is_cancelled_and_recorded_as_in_one_process(W, found):
+    want = all_cancel(W)
+    for got in found(cancelled_by_all, W): close(got, want, 1e-12)
 
 class Wider(Raise):
     "`rank` also cancels the fit where callbacks hear of that"
@@ -141,13 +142,12 @@ def widened(rank, k=1):
         res.append((len(learn.recorder.losses), trace.steps, learn.epoch, state(learn.model)))
     return res
 
-@pytest.mark.parametrize('rank', [None,1])
-def test_a_handler_of_a_cancel_cancels_the_fit(rank):
+def test_a_handler_of_a_cancel_cancels_the_fit(found):
     "On all ranks, or on one: there the others waited in `after_train` for a rank that voted"
-    alone,(first,second) = widened(None, 2),run_ranks(widened, 2, rank)
-    if rank is None: torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
-    assert [o[2] for o in first[:3]]==[0]*3
-    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    (of_all,of_one),second = found(handlers, 2)
+    close(of_all, widened(None, 2), 1e-12)
+    close(second, [of_all,of_one], 0)
+    for o in (of_all,of_one): assert [epoch for *_,epoch,_ in o[:3]]==[0]*3
 
 def test_validation_cancelled_on_one_of_three_ranks():
     results = run_ranks(valid_cases, 3)
@@ -216,12 +216,11 @@ def cancel_inside(bn, exc):
         with learn.distrib_ctx(timeout_s=60): learn.fit(1, cbs=CancelsInside(exc))
     except Exception as e: return f'{type(e).__name__}: {e}'
 
-def cancels_inside(cases): return [cancel_inside(*o) for o in cases]
+insides = [(bn, exc) for bn in (False,True) for exc in (CancelBackwardException,CancelBatchException,CancelFitException)]
 
-def test_a_cancel_within_a_backward_pass_is_an_error():
-    cases = [(bn, exc) for bn in (False,True) for exc in (CancelBackwardException,CancelBatchException,CancelFitException)]
-    for got in run_ranks(cancels_inside, 2, cases):
-        for o,(_,exc) in zip(got, cases, strict=True):
+def test_a_cancel_within_a_backward_pass_is_an_error(found):
+    for got in found(cancels_inside, 2):
+        for o,(_,exc) in zip(got, insides, strict=True):
             assert f'ValueError: {exc.__name__} was raised outside of the events of a batch' in o and 'in fail' in o
 
 def cancels_before_a_forward_pass():
@@ -251,11 +250,15 @@ def with_a_nan(order):
     with learn.distrib_ctx(seed=1, checks=False, timeout_s=60): learn.fit(1, cbs=[Skip,Adds])
     return weights(learn).tolist(),learn.recorder.losses,sums
 
-def one_after_another():
-    return rank_extreme(),cancels_before_a_forward_pass(),[with_a_nan(o) for o in (-1,1)]
+# What is asked of 2 ranks, which open a group for each
+def cancelled_by_all(W, rank, path): return all_cancel()
+def handlers(W, rank, path): return [widened(o) for o in (None,1)]
+def cancels_inside(W, rank, path): return [cancel_inside(*o) for o in insides]
+def ends_and_nans(W, rank, path): return rank_extreme(),cancels_before_a_forward_pass(),[with_a_nan(o) for o in (-1,1)]
+found = asking(alone=(cancelled_by_all, handlers, cancels_inside, ends_and_nans))
 
-def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans():
-    a,b = run_ranks(one_after_another, 2, timeout_s=200)
+def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans(found):
+    a,b = found(ends_and_nans, 2)
     assert a==b
     extreme,((_,_),(lrs,_)),nans = a
     assert len(extreme)==10 and len(set(lrs))==4

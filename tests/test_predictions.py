@@ -5,6 +5,7 @@ from collections import namedtuple
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler, get_worker_info
 from harness import close
 from learnerdist.all import DataLoaders, Learner, TfmdDL, process_group
@@ -15,6 +16,11 @@ def plain(o):
     if isinstance(o, torch.Tensor): return o.tolist()
     if isinstance(o, dict): return {k:plain(v) for k,v in o.items()}
     return [plain(v) for v in o] if isinstance(o, (list,tuple)) else o
+
+def same(got, want):
+    "The same structure and types; numbers that went through a matrix product to 1e-6"
+    assert tree_map(type, got)==tree_map(type, want), got
+    close(got, want, 1e-6)
 
 def xy(n=13):
     g = torch.Generator().manual_seed(n)
@@ -152,8 +158,8 @@ def on_ranks(W): return run_ranks(rank_answers, W, W, timeout_s=240)
 def test_case(name):
     func = {**cases,**random_cases}[name]
     expect = func(in_ctx if name in random_cases else alone)
-    close(plain(func(in_ctx)), plain(expect), 1e-6)
-    for got in on_ranks(3): close(plain(got[name]), plain(expect), 1e-6)
+    same(plain(func(in_ctx)), plain(expect))
+    for got in on_ranks(3): same(plain(got[name]), plain(expect))
 
 # --- values by hand ---------------------------------------------------------------------------------------------------------
 
