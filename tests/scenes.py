@@ -229,6 +229,11 @@ class Cancels(Callback):
         here = self.rank is None or group_rank()==self.rank%group_size()
         if self.training and self.iter==self.at and here: raise self.what
 
+class SkipsFirst(Callback):
+    "Cancels the first batch of each group of two"
+    def after_pred(self):
+        if self.training and self.iter%2==0: raise CancelBatchException
+
 class OnOneRank(Callback):
     "Raises at a part of a step, whatever rank it is on"
     run_valid = False
@@ -322,6 +327,11 @@ class Reweights(Callback):
     def before_epoch(self):
         if self.epoch==1: setattr(self.loss_func, self.option, self.val.to(self.learn.device) if isinstance(self.val, Tensor) else self.val)
 
+def before_recorder():
+    "A cancel of the second batch that comes before the Recorder hears of it"
+    cb = Cancels('after_batch', CancelFitException, at=1)
+    cb.order = 0
+    return [cb]
 def clips(**kw): return [GradientClip(**kw)]
 def cancels(*args, **kw): return [Cancels(*args, **kw)]
 def half_precision(*more): return [MixedPrecision('fp16', init_scale=64.),*more]
@@ -497,6 +507,7 @@ scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
 recorded = {f'a batch cancelled in {o}': with_cb(Cancels, o, CancelBatchException) for o in ('after_loss','before_backward')}
 scenes |= recorded # its loss is, in one batch and in parts
 scenes |= {'a backward pass cancelled': with_cb(Cancels, 'before_backward', CancelBackwardException),
+           'a repeat that is cancelled late': scene(n=9, bs=8, cbs=before_recorder), # of 9 samples the last step has one
            'cancelled after a step': with_cb(Cancels, 'after_batch', CancelTrainException, -1)}
 # Losses: whatever they count, over ranks and over micro-batches
 class_losses = dict(label=F.cross_entropy, weights=weighted_ce, focal=focal, returns=sum_and_count, attribute=says_what_it_counts)
@@ -551,6 +562,7 @@ scenes |= {f'clip {k}': scene(cbs=partial(clips, **kw)) for k,kw in dict(
 # Cancelled in the middle of a group, on all ranks or on one; also with what changes gradients before a step
 in_groups = partial(micro, 96, 24, 2, 24, whole=False) # micro-batches of 12, which 2, 3 and 4 ranks can share
 events = 'before_batch','after_pred','after_backward'
+scenes |= {f'the first of a group cancelled, {f.__name__}': in_groups(loss=f, cbs=lambda: [SkipsFirst()]) for f in (nn.MSELoss, huber)}
 several = CancelBatchException,CancelTrainException,CancelFitException
 where = {'all': None, 'one rank': -1}
 # Each event and each exception, once on all ranks and once on one

@@ -59,7 +59,7 @@ def check(results, cases):
             if r==rank: assert (kind,msg)==('Broken','no luck')
             else:
                 assert (kind,failed,of)==('RankError',rank,'Broken'), (event,kind,msg)
-                assert 'no luck' in msg and 'test_agreement.py' in msg and 'in act' in msg
+                assert 'no luck' in msg and 'helpers.py' in msg and 'in act' in msg
 
 events = ['before_fit','before_epoch','before_train','before_batch','after_pred','after_loss','after_backward','before_step','after_step',
           'after_batch','after_train','before_validate','after_validate','after_epoch','after_fit']

@@ -5,7 +5,7 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from helpers import flat, weights
-from learnerdist.all import (AvgMetric, CSVLogger, Callback, CancelBatchException, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
+from learnerdist.all import (AvgMetric, CSVLogger, Callback, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
                              GradientClip, Learner, LogWriter, MixedPrecision, TensorBoardLogger, TfmdDL, Timer,
                              accuracy, error_rate, group_size, num_distrib, rank_distrib, top_k_accuracy)
 from learnerdist.core.env import in_group
@@ -30,27 +30,6 @@ def make(dtype=F64, lr=.1, metrics=None, path='.', cbs=None, W=None, n=24):
     return learn
 
 def close(a, b, tol=1e-9): torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), atol=tol, rtol=tol)
-
-# --- accumulation ---------------------------------------------------------------------------------------------------------------
-
-def by_hand(pred, targ): return F.cross_entropy(pred, targ, reduction='none').mean()
-
-class Skips(Callback):
-    "Cancels the first batch of each group of two"
-    def after_pred(self):
-        if self.learn.training and self.iter%2==0: raise CancelBatchException
-
-def skipping(loss):
-    learn = make(cbs=[Skips,GradientAccumulation(16)])
-    learn.loss_func = loss
-    with learn.distrib_ctx(seed=3): learn.fit(2)
-    return weights(learn)
-
-def test_a_cancelled_batch_has_no_part_in_the_mean_of_its_group():
-    want = skipping(F.cross_entropy)
-    close(skipping(by_hand), want)
-    for W in (2,4):
-        for got in run_ranks(skipping, W, by_hand): close(got, want)
 
 # --- flags of a fit -----------------------------------------------------------------------------------------------------------
 
