@@ -504,10 +504,12 @@ scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
                                     metrics=[distance], preds=False),
            'inputs changed in place': scene(model=lambda: Writes(lambda x: x.sub_(.5)))}
 # Cancelled
-recorded = {f'a batch cancelled in {o}': with_cb(Cancels, o, CancelBatchException) for o in ('after_loss','before_backward')}
-scenes |= recorded # its loss is, in one batch and in parts
-scenes |= {'a backward pass cancelled': with_cb(Cancels, 'before_backward', CancelBackwardException),
-           'a repeat that is cancelled late': scene(n=9, bs=8, cbs=before_recorder), # of 9 samples the last step has one
+in_batch = 'before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_batch'
+by_all = [(o, CancelBatchException) for o in in_batch[:-1]]+[(o, CancelFitException) for o in in_batch]
+by_all += [('before_step',CancelStepException), ('before_backward',CancelBackwardException)]
+scenes |= {f'all cancel in {o}, {exc.__name__}': with_cb(Cancels, o, exc, None, 1, preds=False) for o,exc in by_all}
+recorded = [f'all cancel in {o}, CancelBatchException' for o in ('after_loss','before_backward')] # in parts, too
+scenes |= {'a repeat that is cancelled late': scene(n=9, bs=8, cbs=before_recorder), # of 9 samples the last step has one
            'cancelled after a step': with_cb(Cancels, 'after_batch', CancelTrainException, -1)}
 # Losses: whatever they count, over ranks and over micro-batches
 class_losses = dict(label=F.cross_entropy, weights=weighted_ce, focal=focal, returns=sum_and_count, attribute=says_what_it_counts)

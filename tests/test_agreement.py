@@ -109,20 +109,6 @@ def test_one_rank_cancels(name):
             torch.testing.assert_close(first[4], one_process(bn, len(results), *case), rtol=0, atol=1e-12, msg=str(case))
         if 'backward' in name: assert first[1]==8 # steps
 
-def all_cancel(k=1):
-    "Steps, losses and weights where every process cancels its second batch; `k`: of how many ranks this one has the samples"
-    res,cases = [],[(e, exc, None, 1) for exc,es in parts.items() for e in es]
-    for case in cases+[(e, CancelFitException, None, 1) for e in inner]:
-        learn,trace = make(bs=BS*k),Trace()
-        with learn.distrib_ctx(seed=1): learn.fit(1, cbs=[Raise(*case),trace])
-        res.append((case[:2], trace.steps, learn.recorder.losses, learn.recorder.values, state(learn.model)))
-    return res
-
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
-def test_what_all_ranks_cancel_is_cancelled_and_recorded_as_in_one_process(W, found):
-    want = all_cancel(W)
-    for got in found(cancelled_by_all, W): close(got, want, 1e-12)
-
 class Wider(Raise):
     "`rank` also cancels the fit where callbacks hear of that"
     def __init__(self, event, exc, rank, hears):
@@ -251,11 +237,10 @@ def with_a_nan(order):
     return weights(learn).tolist(),learn.recorder.losses,sums
 
 # What is asked of 2 ranks, which open a group for each
-def cancelled_by_all(W, rank, path): return all_cancel()
 def handlers(W, rank, path): return [widened(o) for o in (None,1)]
 def cancels_inside(W, rank, path): return [cancel_inside(*o) for o in insides]
 def ends_and_nans(W, rank, path): return rank_extreme(),cancels_before_a_forward_pass(),[with_a_nan(o) for o in (-1,1)]
-found = asking(alone=(cancelled_by_all, handlers, cancels_inside, ends_and_nans))
+found = asking(alone=(handlers, cancels_inside, ends_and_nans))
 
 def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans(found):
     a,b = found(ends_and_nans, 2)

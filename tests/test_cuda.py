@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn import functional as F
 from learnerdist.all import *
 from learnerdist import testing
-from learnerdist.core.collectives import gather_rows
 from simulated_gpu import SimulatedGPU, is_possible
 
 pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() or is_possible), reason='needs a GPU, or a newer torch')
@@ -126,24 +125,6 @@ def rank_device():
 def test_device():
     (default,seen,inside,after,n,error), = run_ranks(rank_device, 1)
     assert default=='cuda:0' and seen==[f'cuda:{n-1}']==[inside] and after=='cpu' and f'device={n}' in error
-
-def rank_collectives():
-    r,res = group_rank,{}
-    with process_group():
-        for device in ('cpu','cuda'):
-            t = torch.full((3,), group_rank()+1., device=device)
-            o = all_sum(t)
-            rows = gather_rows(torch.full((r(), 2), 7, device=device))
-            res[device] = o.tolist(),o.device.type,[x.tolist() for x in rows],{x.device.type for x in rows}
-        res['obj'] = gather_objects(r()),broadcast_object(r()),rank0_first(r)
-    return res
-
-@pytest.mark.parametrize('W', [1, 2])
-def test_collectives_carry_tensors_of_either_device(W):
-    k = W*(W+1)/2
-    for r,got in enumerate(run_ranks(rank_collectives, W, env=dict(CUDA_VISIBLE_DEVICES=0))):
-        for device in ('cpu','cuda'): assert got[device]==([k]*3, device, [[], [[7, 7]]][:W], {device})
-        assert got['obj']==(list(range(W)), 0, r)
 
 def rank_streams():
     "What callbacks draw on the GPU: each rank has its own stream there, and after the context all have the same"

@@ -260,7 +260,7 @@ def resumed(path, kind, shard):
         found[at] = fit(f'at{at}', resume=True)==want
     return found
 
-@pytest.mark.parametrize('W,kind,shard', [(1,'ours',False), (2,'ours',False), (2,'fastai',False),
+@pytest.mark.parametrize('W,kind,shard', [pytest.param(1, 'ours', False, marks=pytest.mark.long), (2,'ours',False), (2,'fastai',False),
                                           pytest.param(2, 'ours', True, marks=needs_fsdp2)])
 def test_resumes_to_the_bit(tmp_path, W, kind, shard):
     for o in run_ranks(resumed, W, tmp_path, kind, shard, timeout_s=300): assert len(o)>=8 and all(o.values()), o

@@ -20,6 +20,7 @@ from scenes import At, OnOneRank, adversarial, contrast, fail, losses, make, net
 by_nature = ('static','weighed twice','unfreeze in after_pred','freeze in after_backward','another model in an epoch','InstanceNorm',
              'a loss of nodes',*adversarial)
 def can_be_cut(k, c):
+    if k.startswith('all cancel') and k not in recorded: return False
     if k in by_nature or 'float32' in k or 'split_batches' in c['ctx'] or c['accumulate'] is not None: return False
     return c['alone'] and c['parts']==1 and c['loss'] is not contrast and fits(c)
 def fits(c):

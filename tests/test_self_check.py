@@ -443,12 +443,13 @@ def with_norm(): return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Lin
 def target_model(): return learner(with_norm(), cbs=Target())
 def synced_target(): return learner(with_norm(), cbs=Target(sync=True))
 class Drifts(Callback):
-    "Changes weights on one rank alone"
+    "Changes weights on one rank alone, from a step on"
+    def __init__(self, since=0): self.since = since
     def after_step(self):
-        if group_rank()==1:
+        if group_rank()==1 and self.iter>=self.since:
             with torch.no_grad(): get_model(self.model)[2].bias.add_(1e-6)
 def drift(): return learner(cbs=Drifts())
-def drift_within(): return learner(cbs=Drifts())
+def drift_within(): return learner(cbs=Drifts(1))
 drift_within.options = lambda: dict(check_every=2)
 class Twice(Callback):
     "A second backward pass, by DDP"
