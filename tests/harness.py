@@ -37,8 +37,9 @@ def _values(name, owner):
         elif kind is WeakKeyDictionary: yield f'{name}.{k}',len(v)
         elif isinstance(v, type) and v.__module__==name: yield from _values(f'{name}.{k}', v)
 
-# Counts that name keys of the store; private names of torch, which modules register when they are imported
-of_process = 'learnerdist.core.env._counts','learnerdist.core.compat.names'
+# Counts that name keys of the store, and the first use of the accelerator, are of a process; modules register names when they are imported
+of_process = {f'learnerdist.{o}' for o in ('core.env._counts','core.env._first_use','core.compat.names','learner.learner.fit_flags',
+                                           'learner.saving.in_folders','distributed.engine.context_callbacks')}
 
 def module_state():
     "What the modules of the package and their classes hold"
