@@ -457,7 +457,8 @@ scenes = dict(
     conv_37_drop=picture(n=37, dl=dict(drop_last=True), model=conv, sees=True), rms=picture(opt=torch.optim.RMSprop, lr=.01),
     bn=picture(model=bn), bn_adam=picture(model=bn_no_bias, **adam), bn_frozen=picture(model=bn_frozen),
     bn_cumulative=picture(model=bn_cumulative), no_sync_bn=picture(ctx=dict(seed=3, sync_bn=False)),
-    split=picture(model=bn, bs=11, ctx=dict(seed=3, split_batches=True), sees=True), # 11: which no number of ranks divides
+    split=picture(model=bn, ctx=dict(seed=3, split_batches=True), sees=True),
+    split_11=picture(model=bn, bs=11, ctx=dict(seed=3, split_batches=True), sees=True), # which no number of ranks divides
     find_unused=picture(model=PartUsed, ctx=dict(seed=3, find_unused_parameters=True)),
     static=picture(model=conv, ctx=dict(seed=3, static_graph=True)),
     view=picture(model=conv, ctx=dict(seed=3, gradient_as_bucket_view=True)),
