@@ -135,8 +135,8 @@ def test_a_handler_of_a_cancel_cancels_the_fit(found):
     close(second, [of_all,of_one], 0)
     for o in (of_all,of_one): assert [epoch for *_,epoch,_ in o[:3]]==[0]*3
 
-def test_validation_cancelled_on_one_of_three_ranks():
-    results = run_ranks(valid_cases, 3)
+def test_validation_cancelled_on_one_of_three_ranks(of_three):
+    results = of_three(valid_cases, 3)
     assert results[0]==results[1]==results[2]
 
 class ValidStop(Callback):
@@ -145,7 +145,7 @@ class ValidStop(Callback):
     def after_batch(self):
         if group_rank()==self.rank and self.iter==self.at: raise CancelValidException
 
-def valid_cases():
+def valid_cases(W, rank, path):
     "10 samples at batch size 1 on 3 ranks: rank 0 has 4 batches, the others 3"
     res = []
     for rank,at in [(0,0),(1,1),(2,2),(0,3),(1,2)]:
@@ -171,11 +171,10 @@ def rank_extreme():
                 res.append(weights(learn).tolist())
     return res
 
-def zero_gradients():
+def zero_gradients(W, rank, path):
     "One step with weight decay, in which the gradients are zero, on ranks of which some cancel the backward pass"
     res = []
     with process_group():
-        W = group_size()
         for cancelling in ([1], [*range(1, W)], [*range(W)]):
             model = nn.Linear(1, 1, bias=False).double()
             nn.init.ones_(model.weight)
@@ -186,8 +185,10 @@ def zero_gradients():
             res.append(model.weight.item())
     return res
 
-def test_zero_gradients_are_no_cancelled_backward_pass():
-    for got in run_ranks(zero_gradients, 3): assert got==pytest.approx([.81,.81,.9], abs=1e-12)
+of_three = asking(alone=(valid_cases, zero_gradients))
+
+def test_zero_gradients_are_no_cancelled_backward_pass(of_three):
+    for got in of_three(zero_gradients, 3): assert got==pytest.approx([.81,.81,.9], abs=1e-12)
 
 class CancelsInside(Callback):
     "Raises within the backward pass of rank 1"
