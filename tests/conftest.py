@@ -3,6 +3,7 @@ import functools
 import signal
 import pytest,torch
 from leaks import leak_check
+from harness import changed, module_state
 from fastai_lines import pytest_addoption,pytest_runtest_makereport,pytest_terminal_summary,table # noqa: F401
 
 # A shell's job in the background ignores SIGINT, and one of nohup SIGHUP: tests send both to their processes, which would inherit that
@@ -26,7 +27,12 @@ def shares(file): return any(o in file.read_text() for o in ("scope='module'", '
 
 @pytest.fixture(autouse=True)
 def no_leak():
+    "A test leaves no variables, processes or groups, and no state in a module of the package"
+    before = module_state()
     with leak_check(): yield
+    left = changed(before)
+    left.pop('learnerdist.core.stacks._warned', None) # what this process has been told is listed at its end
+    assert left=={}
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available(): return

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
-from learnerdist.all import Callback, group_size
+from learnerdist.all import Callback, group_rank, group_size
+from learnerdist.learner.callback import inner_events
 
 def data(n=48, seed=0):
     g = torch.Generator().manual_seed(seed)
@@ -30,6 +31,18 @@ class At(Callback):
     def __init__(self, step, act=fail, training=True): self.step,self.act,self.when = step,act,training
     def after_batch(self):
         if self.train_iter==self.step and self.training==self.when: self.act()
+
+class Raise(Callback):
+    "Raise `exc` in `event`, the `at`-th time that it comes, on `rank` only; None: on all"
+    def __init__(self, event, exc, rank=None, at=0, order=None, run_valid=True):
+        self.exc,self.rank,self.at,self.seen,self.run_valid = exc,rank,at,0,run_valid
+        # what comes later in the event that raises is not told: outside of batches let the recorder be first
+        default = 70 if event not in inner_events else 20
+        self.order = default if order is None else order
+        setattr(self, event, self.act)
+    def act(self):
+        self.seen += 1
+        if self.rank in (None,group_rank()) and self.seen==self.at+1: raise self.exc
 
 class Stream(IterableDataset):
     "Knows no length"

@@ -2,9 +2,8 @@
 
 `scenes` is the table: name → settings, which override those of `base`. `run` does one of them, on one process or as
 one of W ranks, and returns plain data; test_scenes.py compares. A new scene is a line of the table."""
-import copy, itertools, sys, traceback
+import copy, itertools, traceback
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 import torch, torch.distributed as dist
@@ -13,10 +12,11 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from harness import leaving_nothing
 from helpers import Stream
 from learnerdist.all import (AvgMetric, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException,
-                             CancelTrainException, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL, accuracy, default_device,
-                             gather_with_grad, group_rank, group_size, process_group)
+                             CancelTrainException, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL, accuracy, average_grads,
+                             default_device, gather_with_grad, group_rank, group_size, process_group)
 from learnerdist.learner.techniques import GradientClip, Lookahead, MixedPrecision
 
 F64,F32 = torch.float64,torch.float32
@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 # --- data: functions from a number of samples to a data set -----------------------------------------------------------
 
-def draws(n, *shape, seed=0): return torch.randn(n, *shape, generator=torch.Generator().manual_seed(n+seed))
+def draws(n, *shape, seed=0, **kw): return torch.randn(n, *shape, generator=torch.Generator().manual_seed(n+seed), **kw)
 def ints(high, n, *shape): return torch.randint(high, (n,*shape), generator=torch.Generator().manual_seed(n))
 def points(n): return TensorDataset(draws(n, 4), draws(n, 2, seed=1))
 def classes(n): return TensorDataset(draws(n, 4), ints(2, n))
@@ -61,6 +61,10 @@ class OwnLoaders(SimpleNamespace):
     def __init__(self, train, valid): super().__init__(train=train, valid=valid)
     def __getitem__(self, i): return [self.train, self.valid][i]
     def __len__(self): return 2
+
+def validates_training(train, valid):
+    "In batches, of which the last one is dropped"
+    return DataLoaders(train, DataLoader(train.dataset, 10, drop_last=True))
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
@@ -116,6 +120,7 @@ class OwnLoss(Tags):
     def __init__(self, kind=dict):
         super().__init__()
         self.kind,self.idle = kind,nn.Linear(2, 2)
+        self.own_hooks = [1] # as with activation checkpointing
     def forward(self, b):
         out = super().forward(b['x'])
         loss = F.cross_entropy(out.flatten(0, 1), b['labels'].flatten())
@@ -164,6 +169,11 @@ def of_output(out, b): return out[0]
 def huber(p, t): return ((p-t)**2+1).sqrt().mean()
 def contrast(p, t): return torch.logsumexp(-torch.cdist(gather_with_grad(p), gather_with_grad(t.detach())), 1).mean()
 contrast.n_items = 'whole'
+def ranked(p, t):
+    "Over the whole batch: each prediction against the mean"
+    p,t = gather_with_grad(p),gather_with_grad(t)
+    return ((p-p.mean(0)-t)**2).mean().sqrt()
+ranked.n_items = 'whole'
 def masked_in_place(p, t):
     m = t!=0
     t[~m] = 1
@@ -198,6 +208,7 @@ class At(Callback):
 class FreezesFirst(Callback):
     def before_fit(self): self.model[0].requires_grad_(False)
 def later(event, f): return lambda: [FreezesFirst(),At(event, 5, f)]
+def fail(learn): raise ZeroDivisionError
 def unfreeze(learn): learn.model[0].requires_grad_(True)
 def freeze_more(learn): learn.model[2].requires_grad_(False)
 def freeze_first(learn): learn.model[0].requires_grad_(False)
@@ -217,6 +228,20 @@ class Cancels(Callback):
     def _raise(self):
         here = self.rank is None or group_rank()==self.rank%group_size()
         if self.training and self.iter==self.at and here: raise self.what
+
+class SkipsFirst(Callback):
+    "Cancels the first batch of each group of two"
+    def after_pred(self):
+        if self.training and self.iter%2==0: raise CancelBatchException
+
+class OnOneRank(Callback):
+    "Raises at a part of a step, whatever rank it is on"
+    run_valid = False
+    def __init__(self, event, exc, step, part):
+        self.exc,self.at = exc,(step,part)
+        setattr(self, event, self._raise)
+    def _raise(self):
+        if (self.train_iter,self.learn.runner.part.number)==self.at: raise self.exc
 
 class Overflow(Callback):
     "An infinite loss on the last rank, in the batches `at`; alone, in place of the global one"
@@ -272,6 +297,25 @@ class Penalty(Callback):
         if self.in_place: self.learn.loss_grad += penalty
         else: self.learn.loss_grad = self.loss_grad+penalty
 
+class Discriminator(nn.Module):
+    "The loss of a generator, which is what the learner trains"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2) # no context makes its weights equal on all ranks
+        self.judge = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    def forward(self, pred, targ): return (self.judge(pred)-1).square().mean()
+class TrainsDiscriminator(Callback):
+    "In whose gradients the learner's loss has left its own"
+    run_valid = False
+    def __init__(self, event): setattr(self, event, self._train)
+    def before_fit(self): self.own = torch.optim.SGD(self.learn.loss_func.parameters(), lr=.1)
+    def _train(self):
+        judge = self.learn.loss_func.judge
+        self.own.zero_grad()
+        ((judge(self.yb[0])-1).square().mean()+judge(self.pred.detach()).square().mean()).backward()
+        average_grads(judge.parameters())
+        self.own.step()
+
 class Ignores(Callback):
     "Some labels do not count, on each rank another number: known before the forward pass, or only in `event`"
     run_valid = False
@@ -283,6 +327,11 @@ class Reweights(Callback):
     def before_epoch(self):
         if self.epoch==1: setattr(self.loss_func, self.option, self.val.to(self.learn.device) if isinstance(self.val, Tensor) else self.val)
 
+def before_recorder():
+    "A cancel of the second batch that comes before the Recorder hears of it"
+    cb = Cancels('after_batch', CancelFitException, at=1)
+    cb.order = 0
+    return [cb]
 def clips(**kw): return [GradientClip(**kw)]
 def cancels(*args, **kw): return [Cancels(*args, **kw)]
 def half_precision(*more): return [MixedPrecision('fp16', init_scale=64.),*more]
@@ -385,7 +434,7 @@ def run(c, W=1, rank=0):
             kw = dict(n_epoch=o) if isinstance(o, int) else dict(o)
             (learn.fit_one_cycle if c['cycle'] else learn.fit)(kw.pop('n_epoch'), cbs=cbs, **kw)
             fits.append(result(learn, unlike))
-        res = dict(fits=fits, measured=[measured(o) for o in cbs], validate=learn.validate(), ids=getattr(learn, 'ids', []))
+        res = dict(fits=fits, measured=[o for o in map(measured, cbs) if o], validate=learn.validate(), ids=getattr(learn, 'ids', []))
         if c['preds']: res['preds'] = tree_leaves(learn.get_preds())
     return {k:v for k,v in res.items() if k not in unlike}
 
@@ -393,25 +442,6 @@ def outcome(name, W=1, rank=0):
     if W==1 and not scenes[name]['alone']: return {}
     try: return run(scenes[name], W, rank)
     except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
-
-def module_state():
-    "What the modules of the package hold, by name; but how many of a kind there were in this process, which names keys of the store"
-    res = {}
-    for name,module in list(sys.modules.items()):
-        if not name.startswith('learnerdist'): continue
-        for k,v in vars(module).items():
-            if isinstance(v, ContextVar): res[f'{name}.{k}'] = v.get(None)
-            elif isinstance(v, (int,float,str,list,dict,set,type(None))): res[f'{name}.{k}'] = repr(v)
-    res.pop('learnerdist.core.env._counts', None)
-    return res
-
-def leaving_nothing(f, *args):
-    "The result of a scene; an error if it leaves something behind in a module"
-    before = module_state()
-    res = f(*args)
-    after = module_state()
-    left = {k: (v,after[k]) for k,v in before.items() if after[k]!=v}
-    return dict(error=f'left in modules, before and after: {left}') if left else res
 
 def rank_runs(names):
     "Each scene's result on this rank, or its error"
@@ -428,6 +458,7 @@ scenes = dict(
     bn=picture(model=bn), bn_adam=picture(model=bn_no_bias, **adam), bn_frozen=picture(model=bn_frozen),
     bn_cumulative=picture(model=bn_cumulative), no_sync_bn=picture(ctx=dict(seed=3, sync_bn=False)),
     split=picture(model=bn, ctx=dict(seed=3, split_batches=True), sees=True),
+    split_11=picture(model=bn, bs=11, ctx=dict(seed=3, split_batches=True), sees=True), # which no number of ranks divides
     find_unused=picture(model=PartUsed, ctx=dict(seed=3, find_unused_parameters=True)),
     static=picture(model=conv, ctx=dict(seed=3, static_graph=True)),
     view=picture(model=conv, ctx=dict(seed=3, gradient_as_bucket_view=True)),
@@ -445,6 +476,8 @@ scenes = dict(
     fits_go_on_adam=picture(model=bn_no_bias, fits=[1, dict(n_epoch=2, lr=.005)], **adam),
     seed_of_torch=picture(ctx={}), torchs_loader=picture(loader=DataLoader, metrics=[accuracy]),
     own_loaders=picture(loader=DataLoader, wrap=OwnLoaders))
+bias_adam = 'a bias before BatchNorm, with Adam' # README's Limits: the gradient of such a bias is rounding
+scenes[bias_adam] = picture(model=bn, fits=[2, dict(n_epoch=2, lr=.05)], preds=False, tol=1e-8, **adam)
 # What is trained changes
 unfrozen_in = 'before_batch','after_pred','after_step','after_batch'
 scenes |= {f'unfreeze in {o}': scene(cbs=later(o, unfreeze)) for o in unfrozen_in}
@@ -472,7 +505,12 @@ scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
                                     metrics=[distance], preds=False),
            'inputs changed in place': scene(model=lambda: Writes(lambda x: x.sub_(.5)))}
 # Cancelled
-scenes |= {'a backward pass cancelled': with_cb(Cancels, 'before_backward', CancelBackwardException),
+in_batch = 'before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_batch'
+by_all = [(o, CancelBatchException) for o in in_batch[:-1]]+[(o, CancelFitException) for o in in_batch]
+by_all += [('before_step',CancelStepException), ('before_backward',CancelBackwardException)]
+scenes |= {f'all cancel in {o}, {exc.__name__}': with_cb(Cancels, o, exc, None, 1, preds=False) for o,exc in by_all}
+recorded = [f'all cancel in {o}, CancelBatchException' for o in ('after_loss','before_backward')] # in parts, too
+scenes |= {'a repeat that is cancelled late': scene(n=9, bs=8, cbs=before_recorder), # of 9 samples the last step has one
            'cancelled after a step': with_cb(Cancels, 'after_batch', CancelTrainException, -1)}
 # Losses: whatever they count, over ranks and over micro-batches
 class_losses = dict(label=F.cross_entropy, weights=weighted_ce, focal=focal, returns=sum_and_count, attribute=says_what_it_counts)
@@ -495,9 +533,14 @@ given = scene(n=45, ds=texts_in_dicts, model=OwnLoss, loss=None, ctx=dict(seed=3
 of_sum = dict(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3)
 scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given, 'model': lambda: OwnLoss(tuple), 'loss': of_output},
            'loss of the model, accumulated': {**given, 'n': 48, 'parts': 2, 'accumulate': 12},
+           'validated in batches': scene(loss=ranked, ctx=dict(seed=3, split_batches=True), wrap=validates_training),
            'contrastive': scene(loss=contrast), 'a scripted loss': scene(loss=scripted),
            'targets changed in place': scene(n=45, ds=classes, loss=masked_in_place), 'sum and penalty': with_cb(Penalty, False, **of_sum),
            'sum and penalty in place': with_cb(Penalty, True, **of_sum), 'weighed twice': with_cb(Twice, n=45)}
+# A second loss, with an optimizer of its own: `average_grads` weighs by samples. 77: five in the last step
+adversarial = {f'a discriminator in {o}': with_cb(TrainsDiscriminator, o, n=77, loss=Discriminator, splitter=every_param)
+               for o in ('after_pred','before_step','after_step')}
+scenes |= adversarial
 weighted = dict(n=45, ds=classes, loss=weighted_ce)
 scenes |= {'other weights': with_cb(Reweights, 'weight', tensor([.9,.1], dtype=F64), **weighted),
            'other labels ignored': with_cb(Reweights, 'ignore_index', 0, **weighted),
@@ -522,6 +565,7 @@ scenes |= {f'clip {k}': scene(cbs=partial(clips, **kw)) for k,kw in dict(
 # Cancelled in the middle of a group, on all ranks or on one; also with what changes gradients before a step
 in_groups = partial(micro, 96, 24, 2, 24, whole=False) # micro-batches of 12, which 2, 3 and 4 ranks can share
 events = 'before_batch','after_pred','after_backward'
+scenes |= {f'the first of a group cancelled, {f.__name__}': in_groups(loss=f, cbs=lambda: [SkipsFirst()]) for f in (nn.MSELoss, huber)}
 several = CancelBatchException,CancelTrainException,CancelFitException
 where = {'all': None, 'one rank': -1}
 # Each event and each exception, once on all ranks and once on one

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import weights
+from harness import asking, close
+from helpers import Raise, weights
 from learnerdist.all import *
 from learnerdist.core.env import group_rank, group_size
 from learnerdist.data.sharding import epoch_order
@@ -27,18 +28,6 @@ def make(bn=False, opt=torch.optim.SGD, n=N, bs=BS, **kw):
     learn = Learner(DataLoaders.from_dsets(data(n), data(10, 1), bs=bs), model, nn.MSELoss(), opt, lr=.05, **kw)
     learn.logger = lambda line: None
     return learn
-
-
-class Raise(Callback):
-    "Raise `exc` in `event`, the `at`-th time it comes, on `rank` only"
-    order = 20
-    def __init__(self, event, exc, rank, at=0):
-        self.exc,self.rank,self.at,self.seen = exc,rank,at,0
-        if event in outer: self.order = 70 # what comes later in the event that raises is not told: let the recorder be first
-        setattr(self, event, self.act)
-    def act(self):
-        self.seen += 1
-        if self.rank in (None,group_rank()) and self.seen==self.at+1: raise self.exc
 
 class Trace(Callback):
     order = 30
@@ -120,20 +109,6 @@ def test_one_rank_cancels(name):
             torch.testing.assert_close(first[4], one_process(bn, len(results), *case), rtol=0, atol=1e-12, msg=str(case))
         if 'backward' in name: assert first[1]==8 # steps
 
-def all_cancel(k=1):
-    "Steps, losses and weights where every process cancels its second batch; `k`: of how many ranks this one has the samples"
-    res,cases = [],[(e, exc, None, 1) for exc,es in parts.items() for e in es]
-    for case in cases+[(e, CancelFitException, None, 1) for e in inner]:
-        learn,trace = make(bs=BS*k),Trace()
-        with learn.distrib_ctx(seed=1): learn.fit(1, cbs=[Raise(*case),trace])
-        res.append((case[:2], trace.steps, learn.recorder.losses, learn.recorder.values, state(learn.model)))
-    return res
-
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
-def test_what_all_ranks_cancel_is_cancelled_and_recorded_as_in_one_process(W):
-    for alone,*ranks in zip(all_cancel(W), *run_ranks(all_cancel, W), strict=True):
-        for rank in ranks: torch.testing.assert_close(rank[1:], alone[1:], rtol=0, atol=1e-12, equal_nan=True, msg=str(alone[0]))
-
 class Wider(Raise):
     "`rank` also cancels the fit where callbacks hear of that"
     def __init__(self, event, exc, rank, hears):
@@ -153,16 +128,15 @@ def widened(rank, k=1):
         res.append((len(learn.recorder.losses), trace.steps, learn.epoch, state(learn.model)))
     return res
 
-@pytest.mark.parametrize('rank', [None,1])
-def test_a_handler_of_a_cancel_cancels_the_fit(rank):
+def test_a_handler_of_a_cancel_cancels_the_fit(found):
     "On all ranks, or on one: there the others waited in `after_train` for a rank that voted"
-    alone,(first,second) = widened(None, 2),run_ranks(widened, 2, rank)
-    if rank is None: torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
-    assert [o[2] for o in first[:3]]==[0]*3
-    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    (of_all,of_one),second = found(handlers, 2)
+    close(of_all, widened(None, 2), 1e-12)
+    close(second, [of_all,of_one], 0)
+    for o in (of_all,of_one): assert [epoch for *_,epoch,_ in o[:3]]==[0]*3
 
-def test_validation_cancelled_on_one_of_three_ranks():
-    results = run_ranks(valid_cases, 3)
+def test_validation_cancelled_on_one_of_three_ranks(of_three):
+    results = of_three(valid_cases, 3)
     assert results[0]==results[1]==results[2]
 
 class ValidStop(Callback):
@@ -171,7 +145,7 @@ class ValidStop(Callback):
     def after_batch(self):
         if group_rank()==self.rank and self.iter==self.at: raise CancelValidException
 
-def valid_cases():
+def valid_cases(W, rank, path):
     "10 samples at batch size 1 on 3 ranks: rank 0 has 4 batches, the others 3"
     res = []
     for rank,at in [(0,0),(1,1),(2,2),(0,3),(1,2)]:
@@ -179,17 +153,6 @@ def valid_cases():
         trace = Trace()
         with learn.distrib_ctx(seed=1): res.append((learn.validate(cbs=[ValidStop(rank, at), trace]), trace.after))
     return res
-
-class Disturb(Callback):
-    def after_batch(self):
-        if group_rank()==1 and self.training and self.iter==1:
-            with torch.no_grad(): get_model(self.model)[0].bias[2] += 1e-9
-
-def diverge():
-    learn = make()
-    try:
-        with learn.distrib_ctx(check_every=2): learn.fit(1, cbs=Disturb)
-    except Exception as e: return str(e)
 
 class Extreme(Callback):
     "Cancels on rank 1 alone, first or last of all that a user may ask for"
@@ -208,11 +171,10 @@ def rank_extreme():
                 res.append(weights(learn).tolist())
     return res
 
-def zero_gradients():
+def zero_gradients(W, rank, path):
     "One step with weight decay, in which the gradients are zero, on ranks of which some cancel the backward pass"
     res = []
     with process_group():
-        W = group_size()
         for cancelling in ([1], [*range(1, W)], [*range(W)]):
             model = nn.Linear(1, 1, bias=False).double()
             nn.init.ones_(model.weight)
@@ -223,8 +185,10 @@ def zero_gradients():
             res.append(model.weight.item())
     return res
 
-def test_zero_gradients_are_no_cancelled_backward_pass():
-    for got in run_ranks(zero_gradients, 3): assert got==pytest.approx([.81,.81,.9], abs=1e-12)
+of_three = asking(alone=(valid_cases, zero_gradients))
+
+def test_zero_gradients_are_no_cancelled_backward_pass(of_three):
+    for got in of_three(zero_gradients, 3): assert got==pytest.approx([.81,.81,.9], abs=1e-12)
 
 class CancelsInside(Callback):
     "Raises within the backward pass of rank 1"
@@ -239,12 +203,11 @@ def cancel_inside(bn, exc):
         with learn.distrib_ctx(timeout_s=60): learn.fit(1, cbs=CancelsInside(exc))
     except Exception as e: return f'{type(e).__name__}: {e}'
 
-def cancels_inside(cases): return [cancel_inside(*o) for o in cases]
+insides = [(bn, exc) for bn in (False,True) for exc in (CancelBackwardException,CancelBatchException,CancelFitException)]
 
-def test_a_cancel_within_a_backward_pass_is_an_error():
-    cases = [(bn, exc) for bn in (False,True) for exc in (CancelBackwardException,CancelBatchException,CancelFitException)]
-    for got in run_ranks(cancels_inside, 2, cases):
-        for o,(_,exc) in zip(got, cases, strict=True):
+def test_a_cancel_within_a_backward_pass_is_an_error(found):
+    for got in found(cancels_inside, 2):
+        for o,(_,exc) in zip(got, insides, strict=True):
             assert f'ValueError: {exc.__name__} was raised outside of the events of a batch' in o and 'in fail' in o
 
 def cancels_before_a_forward_pass():
@@ -274,19 +237,19 @@ def with_a_nan(order):
     with learn.distrib_ctx(seed=1, checks=False, timeout_s=60): learn.fit(1, cbs=[Skip,Adds])
     return weights(learn).tolist(),learn.recorder.losses,sums
 
-def one_after_another():
-    return rank_extreme(),cancels_before_a_forward_pass(),[with_a_nan(o) for o in (-1,1)],diverge()
+# What is asked of 2 ranks, which open a group for each
+def handlers(W, rank, path): return [widened(o) for o in (None,1)]
+def cancels_inside(W, rank, path): return [cancel_inside(*o) for o in insides]
+def ends_and_nans(W, rank, path): return rank_extreme(),cancels_before_a_forward_pass(),[with_a_nan(o) for o in (-1,1)]
+found = asking(alone=(handlers, cancels_inside, ends_and_nans))
 
-def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans_and_divergence():
-    a,b = run_ranks(one_after_another, 2, timeout_s=200)
-    assert a[:3]==b[:3]
-    extreme,((_,_),(lrs,_)),nans,_ = a
+def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans(found):
+    a,b = found(ends_and_nans, 2)
+    assert a==b
+    extreme,((_,_),(lrs,_)),nans = a
     assert len(extreme)==10 and len(set(lrs))==4
     assert nans[0]==nans[1] # they count for nothing
     for w,losses,sums in nans: assert all(map(math.isfinite, w+losses)) and {*sums}=={2.} and len(sums)>4
-    want = ('[weights-differ] after 2 steps of this epoch 0.bias differs between rank 0 and [1]: something changes it on one rank and not '
-            'on the others')
-    for *_,o in (a,b): assert o.startswith(want)
 
 def late_with_a_collective():
     "Rank 0 cancels before the step, where it waits for the answer of the others; they are in a collective"

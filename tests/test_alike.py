@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np, pandas as pd, torch
 from torch import nn
 from torch.optim.swa_utils import update_bn
+from harness import asking
 from helpers import Stream
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset, default_collate
 from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, gather_objects, group_rank, num_distrib, rank_distrib
-from learnerdist.testing import run_ranks
 
 N = 24
 X = torch.arange(N, dtype=torch.double)[:,None]/N
@@ -68,20 +68,22 @@ def of_fastai():
         except Exception as e: res.append(str(e))
     return res
 
-def orders():
+kinds_of_orders = 'own','hard','batches','lists'
+def orders(W, rank, path):
     "By kind of sampler; in evaluation"
     makes = dict(own=dict(sampler=Own()), hard=dict(sampler=Hard()),
                  batches=dict(batch_sampler=BatchSampler(Own(), 4, False)), lists=dict(batch_sampler=Lists()))
-    res = {k: [fitted(DataLoader(data(), **kw), checks=o) for o in ('warn','error')] for k,kw in makes.items()}
+    res = {k: [fitted(DataLoader(data(), **makes[k]), checks=o) for o in ('warn','error')] for k in kinds_of_orders}
     res['alike'] = fitted(DataLoader(data(), 4, shuffle=True), n=2, checks='error')
     res['valid'] = fitted(DataLoader(data(), 4), DataLoader(data(), 4, sampler=Own()))
     return res,of_fastai()
 
-def test_orders_that_differ():
-    for r,(got,errors) in enumerate(run_ranks(orders, 2, timeout_s=120)):
-        assert got.pop('alike')==(N,'',[])
-        assert got.pop('valid')[1].startswith('RuntimeError: [different-orders] Own gives each rank another order')
-        for k,((n,error,messages),(_,other,_)) in got.items():
+def test_orders_that_differ(found):
+    for r,(got,errors) in enumerate(found(orders, 2)):
+        assert got['alike']==(N,'',[])
+        assert got['valid'][1].startswith('RuntimeError: [different-orders] Own gives each rank another order')
+        for k in kinds_of_orders:
+            (n,error,messages),(_,other,_) = got[k]
             assert n<N and not error and len(messages)==(r==0) and all(o.startswith('[different-orders] ') for o in messages), (k,messages)
             assert other.startswith('ValueError: [different-orders] '), (k,other)
         assert [o.split(' gives')[0] for o in errors]==['[different-orders] Shuffles','[different-orders] WeightedDL']
@@ -138,7 +140,7 @@ def of_fastai_noise(bs):
         return {k: v for o in gather_objects(targets.noise) for k,v in o.items()}
 
 kinds = 'own','torch','shared','module','around','tfm'
-def noises():
+def noises(W, rank, path):
     bs = 8//size()
     makes = {k: lambda k=k: DataLoader(Noisy(k), bs, shuffle=True) for k in kinds}
     makes |= dict(workers=lambda: DataLoader(Noisy('module'), bs, num_workers=2), once=lambda: DataLoader(AtOnce('own'), bs),
@@ -146,9 +148,9 @@ def noises():
         stream=lambda: TfmdDL(Stream([(o,o) for o in X]), bs, after_item=Jitter('')))
     return {k: noise_of(f()) for k,f in makes.items()} | dict(fastai=of_fastai_noise(bs))
 
-def test_generators_of_data_sets():
+def test_generators_of_data_sets(found):
     "The noise of a sample is the same at any number of ranks and workers, and another one in each epoch"
-    one,ranks = noises(),run_ranks(noises, 2)
+    (one,),ranks = found(noises, 1),found(noises, 2)
     for k,want in one.items():
         assert len(want)==2*N and len({*want.values()})==2*N, k
         assert ranks[0][k]==ranks[1][k]==want, k
@@ -184,16 +186,17 @@ class Slots:
     __slots__ = 'rows',
     def __init__(self, rows): self.rows = rows
 
-def different():
+def different(W, rank, path):
     global the_rows
     the_rows = drawn()
     kinds = 'alike','private','frame','closure','within','slots','global','redrawn'
     return {k: [fitted(DataLoader(Data(k), 4), n=2, checks=o) for o in ('warn','error')] for k in kinds}
 
-def test_data_that_differ():
-    for r,got in enumerate(run_ranks(different, 2, timeout_s=120)):
-        assert got.pop('alike')==[(N,'',[])]*2
+def test_data_that_differ(found):
+    for r,got in enumerate(found(different, 2)):
+        assert got['alike']==[(N,'',[])]*2
         for k,((_,error,messages),(_,other,_)) in got.items():
+            if k=='alike': continue
             assert not error and len(messages)==(r==0) and all(o.startswith('[different-data] ') for o in messages), (k,error,messages)
             assert other.startswith('ValueError: [different-data] '), (k,other)
             assert k=='redrawn' or re.search(r'training data\[\d+\]: #', other), (k,other)
@@ -205,7 +208,7 @@ class Looks(Callback):
     def before_fit(self):
         for dl in self.dls: next(iter(dl))
 
-def by_hand():
+def by_hand(W, rank, path):
     "What update_bn makes of a rank's share, and of all data; warnings"
     res,net = [],nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double()
     dls = DataLoaders(DataLoader(data(), 4, shuffle=True), DataLoader(data(), 4))
@@ -218,8 +221,8 @@ def by_hand():
             res.append((net[0].running_mean.item(),len([o for o in messages if '[read-by-hand]' in str(o.message)])))
     return res
 
-def test_a_share_that_is_read_by_hand():
-    (a,b),mean = run_ranks(by_hand, 2),X.mean().item()
+def test_a_share_that_is_read_by_hand(found):
+    (a,b),mean = found(by_hand, 2),X.mean().item()
     assert abs(a[0][0]-mean)<1e-9 and a[0][0]==b[0][0] and a[1][0]!=b[1][0] and a[2][0]!=b[2][0]
     assert [n for _,n in a]==[0,1,2] and [n for _,n in b]==[0,0,0]
 
@@ -238,9 +241,10 @@ def skipping(workers=0):
     with learn.distrib_ctx(seed=1, checks='error'), learn.no_logging(): learn.fit(2)
     return [o.tolist() for o in net.state_dict().values()],learn.recorder.losses
 
-def with_and_without_workers(): return [skipping(),skipping(1)]
+def with_and_without_workers(W, rank, path): return [skipping(),skipping(1)]
+found = asking(alone=(orders, noises, different, by_hand, with_and_without_workers))
 
-def test_a_rank_without_a_good_sample():
+def test_a_rank_without_a_good_sample(found):
     one = skipping()
-    for got in sum(run_ranks(with_and_without_workers, 2), []):
+    for got in sum(found(with_and_without_workers, 2), []):
         for a,b in zip([*one[0],one[1]], [*got[0],got[1]]): np.testing.assert_allclose(a, b, rtol=1e-9)

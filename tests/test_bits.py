@@ -4,22 +4,21 @@ from functools import cache, partial
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
-from learnerdist.all import (EMA, Callback, CancelBatchException, CancelFitException, Checkpoint, DataLoaders, EarlyStoppingCallback,
-                             GradientAccumulation, Learner, TfmdDL, accuracy, group_rank, group_size, process_group)
+from harness import close
+from scenes import F32, F64, OnOneRank, draws, make, result, run, scene
+from learnerdist.all import (EMA, Callback, CancelBatchException, CancelFitException, Checkpoint, EarlyStoppingCallback,
+                             GradientAccumulation, accuracy, group_rank, group_size, process_group)
 from learnerdist.learner.techniques import GradientClip, MixedPrecision
 from learnerdist.testing import run_ranks
 
-def drawn(*shape, seed=1): return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-def rows(n=70):
-    x = drawn(n, 6)
+def rows(n):
+    x = draws(n, 6)
     return TensorDataset(x, x[:,:3].argmax(1))
-def more_valid(n=70): return rows(n if n==70 else 83)
-def pictures(n=70):
-    x = drawn(n, 1, 8, 8)
+def pictures(n):
+    x = draws(n, 1, 8, 8)
     return TensorDataset(x, x[:,0,0,:3].argmax(1))
-def texts(n=70):
+def texts(n):
     "Of several lengths, padded by part; some labels do not count"
     return [(torch.arange(2+i%5)%7, torch.arange(2+i%5)%3-(100 if i%4==0 else 0)) for i in range(n)]
 def pad(b):
@@ -42,15 +41,6 @@ class MixUp(Callback):
         x,y = self.learn.xb[0],self.learn.yb[0]
         lam,order = torch.distributions.Beta(.4, .4).sample(),torch.randperm(len(x))
         self.learn.xb,self.learn.yb = (lam*x+(1-lam)*x[order],),(lam*F.one_hot(y, 3)+(1-lam)*F.one_hot(y[order], 3),)
-
-class OnOneRank(Callback):
-    "Raises at a part of a step, whatever rank it is on"
-    run_valid = False
-    def __init__(self, event, exc, step, part):
-        self.exc,self.at = exc,(step,part)
-        setattr(self, event, self._raise)
-    def _raise(self):
-        if (self.train_iter,self.learn.runner.part.number)==self.at: raise self.exc
 
 class Gan(nn.Module):
     "A generator, and a network that tells its output from data; each loss reaches one of them"
@@ -83,62 +73,26 @@ class Halves:
     "A batch transform that draws"
     def __call__(self, b): return b[0]*(torch.rand(len(b[0]), 1)>.5),b[1]
 
-adamw,sgd = torch.optim.AdamW,partial(torch.optim.SGD, momentum=.9)
-base = dict(data=rows, model=mlp, loss=F.cross_entropy, opt=adamw, cbs=list, dtype=torch.float32, collate=None, after_batch=None, n_epoch=3,
-            metrics=[accuracy], splitter=None)
-def scene(**kw): return {**base, **kw}
+sgd = partial(torch.optim.SGD, momentum=.9)
+of_bits = partial(scene, ds=rows, n=70, n_valid=23, val_bs=5, bs=24, model=mlp, loss=F.cross_entropy, opt=torch.optim.AdamW, lr=.01,
+                  dtype=F32, fits=[3], metrics=[accuracy], ctx=dict(seed=3, global_bs=24, max_bs=3))
 scenes = dict(
-    plain=scene(), dropout=scene(model=dropped), mixup=scene(cbs=lambda: [MixUp()], metrics=[]),
-    conv=scene(data=pictures, model=conv, n_epoch=2), bfloat16=scene(data=pictures, model=conv, dtype=torch.bfloat16, n_epoch=2),
-    tokens=scene(data=texts, model=tags, loss=of_tokens, collate=pad, metrics=[]),
-    weights=scene(loss=nn.CrossEntropyLoss(weight=torch.tensor([.2,.5,.3])), opt=sgd),
-    transforms=scene(after_batch=Halves(), cbs=lambda: [GradientClip(.5), EMA(.9, evaluate=True)]),
-    accumulation=scene(cbs=lambda: [GradientAccumulation(48)], opt=sgd),
-    amp=scene(model=dropped, cbs=lambda: [MixedPrecision('bf16')]),
-    a_part_cancelled=scene(cbs=lambda: [OnOneRank('after_pred', CancelBatchException, 1, 5)]),
-    cancelled_late=scene(cbs=lambda: [OnOneRank('after_loss', CancelBatchException, 2, 0)]),
-    fit_cancelled=scene(cbs=lambda: [OnOneRank('before_backward', CancelFitException, 4, 6)]),
-    early_stopping=scene(cbs=lambda: [EarlyStoppingCallback('valid_loss', min_delta=10., patience=1)], n_epoch=5),
-    gan=scene(model=Gan, loss=of_gan, opt=TwoOptimizers, splitter=of_both, metrics=[]),
-    double=scene(data=more_valid, dtype=torch.float64, n_epoch=6)) # sums of validation are rounded
-
-def make(c, cbs=(), path='.'):
-    torch.manual_seed(0)
-    model = c['model']().to(c['dtype'])
-    train,valid = c['data'](),c['data'](23)
-    def cast(b): return tuple(o.to(c['dtype']) if o.is_floating_point() else o for o in b)
-    kw = {} if c['collate'] is None else dict(collate_fn=c['collate'])
-    after = [cast, *([c['after_batch']] if c['after_batch'] else [])]
-    dls = DataLoaders(TfmdDL(train, 24//group_size(), shuffle=True, after_batch=after, **kw), TfmdDL(valid, 5, after_batch=[cast], **kw))
-    learn = Learner(dls, model, c['loss'], c['opt'], lr=.01, metrics=c['metrics'], cbs=[*c['cbs'](), *cbs], path=path,
-                    **({'splitter': c['splitter']} if c['splitter'] else {}))
-    learn.logger = lambda line: None
-    return learn
-
-def outcome(learn):
-    rec = learn.recorder
-    return dict(state=dict(learn.model.state_dict()), opt=tree_leaves(learn.opt.state_dict()), losses=rec.losses, values=rec.values,
-                lrs=rec.lrs)
-
-def run(name, **ctx):
-    learn = make(scenes[name])
-    with learn.distrib_ctx(seed=3, global_bs=24, **{'max_bs': 3, **ctx}):
-        learn.fit(scenes[name]['n_epoch'])
-        preds = learn.get_preds()
-    return dict(outcome(learn), preds=preds)
+    plain=of_bits(), dropout=of_bits(model=dropped), mixup=of_bits(cbs=lambda: [MixUp()], metrics=[]),
+    conv=of_bits(ds=pictures, model=conv, fits=[2]), bfloat16=of_bits(ds=pictures, model=conv, dtype=torch.bfloat16, fits=[2]),
+    tokens=of_bits(ds=texts, model=tags, loss=of_tokens, dl=dict(collate_fn=pad), metrics=[]),
+    weights=of_bits(loss=nn.CrossEntropyLoss(weight=torch.tensor([.2,.5,.3])), opt=sgd),
+    transforms=of_bits(dl=dict(after_batch=Halves()), cbs=lambda: [GradientClip(.5), EMA(.9, evaluate=True)]),
+    accumulation=of_bits(cbs=lambda: [GradientAccumulation(48)], opt=sgd),
+    amp=of_bits(model=dropped, cbs=lambda: [MixedPrecision('bf16')]),
+    a_part_cancelled=of_bits(cbs=lambda: [OnOneRank('after_pred', CancelBatchException, 1, 5)]),
+    cancelled_late=of_bits(cbs=lambda: [OnOneRank('after_loss', CancelBatchException, 2, 0)]),
+    fit_cancelled=of_bits(cbs=lambda: [OnOneRank('before_backward', CancelFitException, 4, 6)]),
+    early_stopping=of_bits(cbs=lambda: [EarlyStoppingCallback('valid_loss', min_delta=10., patience=1)], fits=[5]),
+    gan=of_bits(model=Gan, loss=of_gan, opt=TwoOptimizers, splitter=of_both, metrics=[]),
+    double=of_bits(n_valid=83, dtype=F64, fits=[6])) # sums of validation are rounded
 
 def runs(names):
-    with process_group(): return {k: run(k) for k in names}
-
-def equal(a, b, at=''):
-    "Bit by bit"
-    assert type(a) is type(b), at
-    if isinstance(a, dict): a,b = [[o[k] for k in sorted(o, key=str)] for o in (a, b)]
-    if isinstance(a, torch.Tensor): assert torch.equal(a, b), f'{at}: {(a.double()-b.double()).abs().max()}'
-    elif isinstance(a, (list,tuple)):
-        assert len(a)==len(b), at
-        for i,(x,y) in enumerate(zip(a, b)): equal(x, y, f'{at}/{i}')
-    else: assert a==b or a!=a and b!=b, f'{at}: {a} {b}'
+    with process_group(): return {k: run(scenes[k], group_size(), group_rank()) for k in names}
 
 @pytest.fixture(scope='module')
 def on():
@@ -158,7 +112,7 @@ def test_bits_of_few(on, name): same_bits(on, 4, name, few)
 def same_bits(on, W, name, names):
     want = on(1, *scenes)[0][name]
     for r in on(W, *names):
-        for k,o in want.items(): equal(r[name][k], o, f'{name}, {k}')
+        close(r[name], want, 0, name)
 
 # --- stopped, and going on with another number of ranks ----------------------------------------------------------------
 
@@ -168,15 +122,17 @@ class Dies(Callback):
     def after_step(self):
         if self.train_iter==self.step and group_rank()==group_size()-1: raise RuntimeError('ZeroDivision')
 
-def begin(folder, name, step):
-    learn = make(scenes[name], [Checkpoint('ckpt', 2), Dies(step)], folder)
-    with pytest.raises(Exception, match='ZeroDivision'), learn.distrib_ctx(seed=3, global_bs=24, max_bs=3):
-        learn.fit(scenes[name]['n_epoch'])
+def fit(folder, name, *cbs, **kw):
+    with process_group():
+        c = scenes[name]
+        learn = make(c, group_size(), group_rank())
+        learn.path = folder
+        torch.manual_seed(7)
+        with learn.no_logging(), learn.distrib_ctx(**c['ctx']): learn.fit(*c['fits'], cbs=[*c['cbs'](),Checkpoint('ckpt', 2),*cbs], **kw)
+        return result(learn)
 
-def go_on(folder, name):
-    learn = make(scenes[name], [Checkpoint('ckpt', 2)], folder)
-    with learn.distrib_ctx(seed=3, global_bs=24, max_bs=3): learn.fit(scenes[name]['n_epoch'], resume=True)
-    return outcome(learn)
+def begin(folder, name, step):
+    with pytest.raises(Exception, match='ZeroDivision'): fit(folder, name, Dies(step))
 
 def on_ranks(f, W, *args): return run_ranks(f, W, *args, timeout_s=120) if W>1 else [f(*args)]
 
@@ -191,5 +147,4 @@ moves += [pytest.param(k, a, b, n, marks=pytest.mark.long) for k,a,b,n in (
 def test_resume_elsewhere(on, tmp_path, name, before, after, step):
     on_ranks(begin, before, tmp_path, name, step)
     want = on(1, *scenes)[0][name]
-    for r in on_ranks(go_on, after, tmp_path, name):
-        for k,o in r.items(): equal(o, want[k], f'{name}, {k}')
+    for r in on_ranks(partial(fit, resume=True), after, tmp_path, name): close(r, want['fits'][0], 0, name)

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from harness import asking
 from helpers import free_port
 from learnerdist.all import *
 from learnerdist.core.collectives import gather_rows
@@ -71,30 +72,35 @@ def meet(folder, n):
     (folder/f'm{rank_distrib()}').touch()
     while len(list(folder.glob('m*')))<n-1: threading.Event().wait(.01)
 
-def rank_order(folder):
+def rank_order(W, rank, path):
+    folder = make_folder(path/'order')
     there = rank0_first(note, folder)
-    (folder/'meet').mkdir(exist_ok=True)
-    rank0_first(meet, folder/'meet', 3)
+    rank0_first(meet, make_folder(folder/'meet'), 3)
     return there
 
-def test_rank_0_first_then_the_others_together(tmp_path):
-    res = run_ranks(rank_order, 3, tmp_path)
+def test_rank_0_first_then_the_others_together(found):
+    res = found(rank_order, 3)
     assert res[0]==[] and all('0' in o for o in res[1:])
 
 def dawdle():
     "Rank 2 gives the others a second to return before it has"
     if rank_distrib()==2: return wait_key(launch_store(), 'returned', 1)
 
-def rank_waits():
+def rank_waits(W, rank, path):
     early = rank0_first(dawdle)
     launch_store().set('returned', 'yes')
     return early
 
-def test_nobody_returns_before_all_are_done(): assert run_ranks(rank_waits, 3)==[None]*3
+def test_nobody_returns_before_all_are_done(found): assert found(rank_waits, 3)==[None]*3
 
-def rank_failures(folder, cases):
+errors = (0,ValueError),(0,KeyboardInterrupt),(0,SystemExit),(1,ValueError)
+failures = [([rank], own, error) for own in (False,True) for rank,error in errors]
+
+def rank_failures(W, rank, path):
     "One after the other, without a group and in one of the user's"
-    return [rank_failure(make_folder(folder/str(i)), *o) for i,o in enumerate(cases)]
+    return [rank_failure(make_folder(path/str(i)), *o) for i,o in enumerate(failures)]
+
+found = asking(alone=(rank_order, rank_waits, rank_failures))
 
 def make_folder(path):
     path.mkdir(exist_ok=True)
@@ -108,10 +114,8 @@ def rank_failure(folder, fail, own, error):
     if own: teardown_distrib()
     return res,is_open
 
-def test_failure_on_rank_0_reaches_all_and_on_another_rank_strands_nobody(tmp_path):
-    errors = (0,ValueError),(0,KeyboardInterrupt),(0,SystemExit),(1,ValueError)
-    cases = [([rank], own, error) for own in (False,True) for rank,error in errors]
-    for ([rank],own,error),res in zip(cases, zip(*run_ranks(rank_failures, 3, tmp_path, cases)), strict=True):
+def test_failure_on_rank_0_reaches_all_and_on_another_rank_strands_nobody(found):
+    for ([rank],own,error),res in zip(failures, zip(*found(rank_failures, 3)), strict=True):
         (zero,*_),(one,*_),(two,*_) = res
         assert [o[1] for o in res]==[own]*3
         if rank: assert one[0]=='ValueError' and zero==('fine', []) and two[0]=='fine'

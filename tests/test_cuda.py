@@ -2,61 +2,53 @@
 
 Where there is no GPU, on simulated ones."""
 import functools
+from functools import partial
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from learnerdist.all import *
+from torch.utils._pytree import tree_map
+import scenes
+from harness import close
+from learnerdist.all import Callback, accuracy, default_device, group_rank, group_size, process_group, setup_distrib, teardown_distrib
 from learnerdist import testing
-from learnerdist.core.collectives import gather_rows
+from scenes import classes, make, normed, scene
 from simulated_gpu import SimulatedGPU, is_possible
 
 pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() or is_possible), reason='needs a GPU, or a newer torch')
-F64 = torch.float64
 
 class Sees(Callback):
-    "Where batches and weights are, of which class BatchNorm layers are, and whether memory was pinned"
+    "Where batches and weights are, and of which class BatchNorm layers are"
     order = 40
-    def before_fit(self): self.learn.seen,self.learn.classes = set(),set()
+    def __init__(self): self.devices,self.classes,self.layers = set(),set(),[]
+    def before_fit(self): self.layers = [*self.learn.model]
     def after_batch(self):
-        devices = *(o.device for o in (*self.xb, *self.yb, self.pred)),next(self.model.parameters()).device
-        self.seen |= {str(o) for o in devices}
-        self.classes |= {type(o).__name__+'/'+str(isinstance(o,
-                                                             nn.SyncBatchNorm) or 'Sync' in type(o).__name__) for o in self.model.modules()
-                         if isinstance(o, nn.modules.batchnorm._BatchNorm)}
+        tensors = *self.xb,*self.yb,self.pred,next(self.model.parameters())
+        self.devices |= {str(o.device) for o in tensors}
+        norms = [o for o in self.model.modules() if isinstance(o, nn.modules.batchnorm._BatchNorm)]
+        self.classes |= {f"{type(o).__name__}/{'Sync' in type(o).__name__}" for o in norms}
 
-def make(W=1, rank=0, bn=False, dtype=F64, pin=False, device=None, n=40, n_valid=23):
-    g = torch.Generator().manual_seed(1)
-    x,v = (torch.randn(o, 6, generator=g, dtype=dtype) for o in (n, n_valid))
-    bs = 16//W
-    train,valid = (TfmdDL(list(zip(o, o[:,:3].argmax(1))), bs, shuffle=s, pin_memory=pin) for o,s in ((x, True), (v, False)))
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5) if bn else nn.Tanh(), nn.Linear(5, 3)).to(dtype)
-    learn = Learner(DataLoaders(train, valid, device=device), model, F.cross_entropy, torch.optim.SGD, lr=.1, metrics=accuracy, cbs=Sees)
-    learn.logger = lambda o: None
-    return learn
+of = partial(scene, n=40, n_valid=23, bs=16, ds=classes, loss=F.cross_entropy, opt=torch.optim.SGD, metrics=[accuracy], fits=[3])
+table = dict(plain=of(), bn=of(model=normed), pinned=of(dl=dict(pin_memory=True)))
+table['local_bn'] = of(model=normed, ctx=dict(seed=3, sync_bn=False))
+kws = 'plain','bn','pinned'
 
-def run(W=1, rank=0, n_epoch=3, **kw):
-    ctx = kw.pop('ctx', {})
-    learn = make(W, rank, **kw)
-    with learn.distrib_ctx(seed=3, **ctx):
-        learn.fit(n_epoch)
-        val,(preds,targs) = learn.validate(),learn.get_preds()
-    return dict(state={k:v.cpu() for k,v in learn.model.state_dict().items()}, losses=learn.recorder.losses, val=val, preds=preds,
-                targs=targs, seen=sorted(learn.seen), classes=sorted(learn.classes), device=str(learn.device),
-                kinds=[type(o).__name__ for o in learn.model])
+def run(k, W=1, rank=0):
+    sees = Sees()
+    res = scenes.run(dict(table[k], cbs=lambda: [sees]), W, rank)
+    res = tree_map(lambda o: o.cpu() if isinstance(o, torch.Tensor) else o, res)
+    return dict(res=res, seen=sorted(sees.devices), classes=sorted(sees.classes), kinds=[type(o).__name__ for o in sees.layers])
 
-def close(a, b, tol=1e-9):
-    for k in a['state']: torch.testing.assert_close(a['state'][k], b['state'][k], atol=tol, rtol=tol)
-    torch.testing.assert_close(torch.tensor(a['losses']), torch.tensor(b['losses']), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(a['preds'], b['preds'], atol=tol, rtol=tol)
-    assert a['targs'].tolist()==b['targs'].tolist() and a['val']==pytest.approx(b['val'], abs=1e-6)
+def same(a, b):
+    close(a['res'], b['res'], 1e-6)
+    for k in ('state','opt'): close(a['res']['fits'][0][k], b['res']['fits'][0][k])
+    close(a['res']['preds'], b['res']['preds'])
 
 def rank_run(kws, own=False):
     if own: setup_distrib()
     res = []
     with process_group():
         backend = dist.get_backend() if dist.is_initialized() else None
-        for kw in kws: res.append(run(group_size(), group_rank(), **kw))
+        for k in kws: res.append(run(k, group_size(), group_rank()))
     is_open = dist.is_initialized()
     if own: teardown_distrib()
     return res,backend,is_open
@@ -69,22 +61,20 @@ def run_ranks(func, W, *args, env=None, **kw):
 def rank_simulated(n, func, args, kw):
     with SimulatedGPU(n): return func(*args, **kw)
 
-def rank_alone(kws): return [run(**kw) for kw in kws]
+def rank_alone(kws): return [run(k) for k in kws]
 
 @functools.cache
 def alone(): return run_ranks(rank_alone, 1, kws)[0]
 
-kws = dict(bn=False),dict(bn=True),dict(bn=False, pin=True)
-
 def test_alone_on_the_gpu():
     cpu, = testing.run_ranks(rank_alone, 1, kws, env=dict(CUDA_VISIBLE_DEVICES=''))
-    for a,b in zip(alone(), cpu, strict=True): close(a, b)
-    for o in alone(): assert o['seen']==['cuda:0'] and o['preds'].device.type=='cpu' and o['classes'] in ([], ['BatchNorm1d/False'])
+    for a,b in zip(alone(), cpu, strict=True): same(a, b)
+    for o in alone(): assert o['seen']==['cuda:0'] and o['classes'] in ([], ['BatchNorm1d/False'])
 
 def test_nccl_in_a_group_of_one_that_the_user_opened():
     (got,backend,is_open), = run_ranks(rank_run, 1, kws, own=True)
     assert 'nccl' in backend and is_open
-    for a,b in zip(got, alone()): close(a, b)
+    for a,b in zip(got, alone()): same(a, b)
     assert all(o['seen']==['cuda:0'] for o in got)
 
 two_gpus = pytest.param('nccl', {}, marks=pytest.mark.skipif(torch.cuda.device_count()==1, reason='needs two GPUs'))
@@ -93,17 +83,17 @@ two_gpus = pytest.param('nccl', {}, marks=pytest.mark.skipif(torch.cuda.device_c
 def test_two_ranks_on_one_gpu_and_on_two(backend, env):
     for r,(got,used,_) in enumerate(run_ranks(rank_run, 2, kws, env=env)):
         assert backend in used and got[1]['kinds'][1]=='BatchNorm1d'
-        for a,b in zip(got, alone()): close(a, b)
+        for a,b in zip(got, alone()): same(a, b)
         assert all(o['seen']==[f'cuda:{0 if env else r}'] for o in got)
 
 def test_sync_bn_is_torchs_on_the_gpu():
-    for got,*_ in run_ranks(rank_run, 2, [dict(bn=True), dict(bn=True, ctx=dict(sync_bn=False))], env=dict(CUDA_VISIBLE_DEVICES=0)):
+    for got,*_ in run_ranks(rank_run, 2, ['bn','local_bn'], env=dict(CUDA_VISIBLE_DEVICES=0)):
         on,off = got
         assert any(o.endswith('/True') for o in on['classes']) and off['classes']==['BatchNorm1d/False'] and on['kinds']==off['kinds']
 
 def rank_pinned():
     "Whether what the loader of the context gives is pinned"
-    learn = make(pin=True)
+    learn = make(table['pinned'])
     with process_group(), learn.distrib_ctx():
         b = next(iter(learn.dls.train))
         return b[0].is_pinned(),str(learn.dls.device),str(learn.dls.one_batch()[0].device)
@@ -113,10 +103,11 @@ def test_pinned_memory():
 
 def rank_device():
     res = [str(default_device())]
-    learn = make(device='cpu')
-    with learn.distrib_ctx(device=torch.cuda.device_count()-1):
-        learn.fit(1)
-        res += [sorted(learn.seen), str(learn.dls.device)]
+    learn,sees = make(of()),Sees()
+    learn.dls.device = 'cpu'
+    with learn.no_logging(), learn.distrib_ctx(device=torch.cuda.device_count()-1):
+        learn.fit(1, cbs=sees)
+        res += [sorted(sees.devices), str(learn.dls.device), learn.get_preds()[0].device.type]
     res += [str(learn.dls.device), torch.cuda.device_count()]
     try:
         with learn.distrib_ctx(cuda_id=torch.cuda.device_count()): pass
@@ -124,35 +115,16 @@ def rank_device():
     return res
 
 def test_device():
-    (default,seen,inside,after,n,error), = run_ranks(rank_device, 1)
-    assert default=='cuda:0' and seen==[f'cuda:{n-1}']==[inside] and after=='cpu' and f'device={n}' in error
-
-def rank_collectives():
-    r,res = group_rank,{}
-    with process_group():
-        for device in ('cpu','cuda'):
-            t = torch.full((3,), group_rank()+1., device=device)
-            o = all_sum(t)
-            rows = gather_rows(torch.full((r(), 2), 7, device=device))
-            res[device] = o.tolist(),o.device.type,[x.tolist() for x in rows],{x.device.type for x in rows}
-        res['obj'] = gather_objects(r()),broadcast_object(r()),rank0_first(r)
-    return res
-
-@pytest.mark.parametrize('W', [1, 2])
-def test_collectives_carry_tensors_of_either_device(W):
-    k = W*(W+1)/2
-    for r,got in enumerate(run_ranks(rank_collectives, W, env=dict(CUDA_VISIBLE_DEVICES=0))):
-        for device in ('cpu','cuda'): assert got[device]==([k]*3, device, [[], [[7, 7]]][:W], {device})
-        assert got['obj']==(list(range(W)), 0, r)
+    (default,seen,inside,preds,after,n,error), = run_ranks(rank_device, 1)
+    assert preds=='cpu' and default=='cuda:0' and seen==[f'cuda:{n-1}']==[inside] and after=='cpu' and f'device={n}' in error
 
 def rank_streams():
     "What callbacks draw on the GPU: each rank has its own stream there, and after the context all have the same"
-    learn = make()
-    learn.model = nn.Sequential(nn.Linear(6, 64), nn.Dropout(.5), nn.Linear(64, 3)).double()
+    learn = make(of(model=lambda: nn.Sequential(nn.Linear(4, 64), nn.Dropout(.5), nn.Linear(64, 2))))
     masks = []
     class Masks(Callback):
         def after_pred(self): masks.append(torch.rand(2, device='cuda').tolist())
-    with learn.distrib_ctx(seed=1), learn.added_cbs(Masks()): learn.fit(1)
+    with learn.no_logging(), learn.distrib_ctx(seed=1), learn.added_cbs(Masks()): learn.fit(1)
     return masks,torch.rand(2, device='cuda').tolist()
 
 def test_random_streams_on_the_gpu():
@@ -160,9 +132,9 @@ def test_random_streams_on_the_gpu():
     assert m0!=m1 and after0==after1
 
 def rank_files(path):
-    learn = make()
+    learn = make(of())
     learn.path = path
-    with learn.distrib_ctx():
+    with learn.no_logging(), learn.distrib_ctx():
         learn.fit(1)
         learn.save('a')
         learn.load('a')

@@ -4,6 +4,7 @@ from functools import partial
 import pytest,torch,torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 from learnerdist.all import *
 from learnerdist.core import compat
 from learnerdist.core.env import in_group,launch_store,wait_key
@@ -15,39 +16,30 @@ from learnerdist.learner import losses
 from learnerdist.learner.learner import is_oom
 from learnerdist.learner.techniques import half_type
 from learnerdist.testing import run_ranks
+from harness import close
+from scenes import F32, F64, classes, make, run, scene
 from simulated_gpu import SimulatedGPU
 
 def counted(pred, targ): return F.cross_entropy(pred, targ, reduction='sum'),len(targ)
 
-def make(dtype=torch.float32, layer=nn.Identity, n=40, loss=F.cross_entropy):
-    g,bs = torch.Generator().manual_seed(1),16//max(num_distrib(), 1)
-    x,v = (torch.randn(o, 6, generator=g, dtype=dtype) for o in (n, 23))
-    train,valid = (TfmdDL(list(zip(o, o[:,:3].argmax(1))), bs, shuffle=s) for o,s in ((x, True), (v, False)))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), layer(), nn.Linear(6, 3)).to(dtype)
-    dls,metrics = DataLoaders(train, valid),[accuracy, AvgMetric(F.cross_entropy, 'ce')]
-    learn = Learner(dls, model, loss, torch.optim.SGD, lr=.1, metrics=metrics)
-    learn.logger = lambda o: None
-    return learn
+def normed(): return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+def dropped(): return nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 2))
+def of_means(): return [accuracy, AvgMetric(F.cross_entropy, 'ce')]
+of = partial(scene, n=40, n_valid=23, bs=16, ds=classes, loss=F.cross_entropy, opt=torch.optim.SGD, metrics=of_means, fits=[1], dtype=F32)
+table = dict(plain=of(), layer=of(model=normed, n=41), counted=of(loss=counted, n=41), dropout=of(model=dropped),
+             double=of(model=normed, n=41, dtype=F64))
+fits = 'layer','counted','dropout'
 
-def fitted(**kw):
-    learn = make(**kw)
-    with warnings.catch_warnings(record=True) as ws, learn.distrib_ctx(seed=3):
+def fitted(k):
+    with warnings.catch_warnings(record=True) as ws, process_group():
         warnings.simplefilter('always')
         group = dist.get_backend_config() if in_group() else None
-        learn.fit(1)
-        res = dict(device=str(next(learn.model.parameters()).device), group=group, losses=learn.recorder.losses, val=learn.validate(),
-                   preds=learn.get_preds()[0].tolist())
-    return dict(res, said=[str(o.message) for o in ws if '[' in str(o.message)])
+        res = run(table[k], group_size(), group_rank())
+    device = str(next(iter(res['fits'][0]['state'].values())).device)
+    res = tree_map(lambda o: o.cpu() if isinstance(o, torch.Tensor) else o, res)
+    return dict(res=res, device=device, group=group, said=[str(o.message) for o in ws if '[' in str(o.message)])
 
-def rank_alone(fits): return [fitted(**o) for o in fits]
-
-def close(a, b, tol):
-    for k in ('losses','val','preds'): torch.testing.assert_close(torch.tensor(a[k]), torch.tensor(b[k]), atol=tol, rtol=tol)
-
-BatchNorm = partial(nn.BatchNorm1d, 6)
-fits = dict(layer=BatchNorm, n=41),dict(loss=counted, n=41),dict(layer=nn.Dropout)
-double = dict(dtype=torch.float64, layer=BatchNorm, n=41)
+def rank_alone(ks): return [fitted(k) for k in ks]
 
 def draws():
     "Whether the device's random numbers follow the seeds of the package, and its states"
@@ -61,19 +53,19 @@ def draws():
     return first!=second==again and draw()==first
 
 def rank_xpu():
-    with SimulatedGPU(2, kind='xpu') as sim: return fitted(**double),draws(),sim.faults
+    with SimulatedGPU(2, kind='xpu') as sim: return fitted('double'),draws(),sim.faults
 
 def test_a_learner_trains_on_the_accelerator_that_torch_has():
     "Its backend is the one that torch names for it; its numbers are those of one process on the CPU"
-    (alone,), = run_ranks(rank_alone, 1, [double])
+    (alone,), = run_ranks(rank_alone, 1, ['double'])
     for r,(got,drawn,faults) in enumerate(run_ranks(rank_xpu, 2)):
-        close(got, alone, 1e-9)
+        close(got['res'], alone['res'])
         assert (got['device'],got['group'],got['said'])==(f'xpu:{r}','cpu:gloo,xpu:xccl',[])
         assert drawn and not faults
 
 def rank_narrow(kind, n):
     with SimulatedGPU(n, kind=kind, float64=False) as sim:
-        res = [fitted(**o) for o in fits]
+        res = rank_alone(fits)
         return res,[o[2] for o in sim.faults]
 
 @pytest.mark.parametrize('W,kind', [(1,'mps'), (2,'xpu')])
@@ -81,9 +73,9 @@ def test_a_device_without_float64(W, kind):
     "It is asked once"
     alone, = run_ranks(rank_alone, 1, fits[:2])
     for r,(got,faults) in enumerate(run_ranks(rank_narrow, W, kind, W)):
-        for a,b in zip(got, alone): close(a, b, 1e-5)
+        for a,b in zip(got, alone): close(a['res'], b['res'], 1e-5)
         # dropout draws other numbers on a device
-        assert got[0]['device']==f'{kind}:{r}' and all(map(torch.isfinite, torch.tensor(got[2]['losses'])))
+        assert got[0]['device']==f'{kind}:{r}' and all(map(torch.isfinite, torch.tensor(got[2]['res']['fits'][0]['losses'])))
         assert len(faults)==1 and 'wide_dtype' in faults[0]
 
 def rank_weighted():
@@ -157,7 +149,7 @@ class Hangs(Callback):
 
 def ends(*cbs):
     try:
-        with make().distrib_ctx(seed=3) as learn: learn.fit(2, cbs=cbs)
+        with make(table['plain'], 2).distrib_ctx(seed=3) as learn, learn.no_logging(): learn.fit(2, cbs=cbs)
     except Exception as e: return type(e).__name__,str(e)
     finally: launch_store().set(f'reported {len(cbs)}', 'yes')
 

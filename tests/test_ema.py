@@ -6,6 +6,7 @@ import pytest,torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel,get_ema_multi_avg_fn
+from harness import asking,close
 from helpers import At,kill
 from learnerdist.all import *
 from learnerdist.core.compat import fsdp_on_cpu
@@ -63,8 +64,6 @@ def run(kind, ctx=None, evaluate=True, acc=0, fits=1):
     if kind=='ours': res |= dict(losses=[o[:2] for o in learn.recorder.values])
     assert not any(map(is_sharded, learn.ema.weights.values()))
     return res,parts
-
-def close(a, b, tol=1e-9): torch.testing.assert_close(a, b, atol=tol, rtol=tol)
 
 # --- one process --------------------------------------------------------------------------------------------------------------
 
@@ -200,27 +199,25 @@ cases = {f'{kind} {name}': (kind,kw) for kind in ('ours','fastai') for name,kw i
     plain=dict(fits=2), trained=dict(evaluate=False), sharded=dict(ctx=dict(shard=True), fits=2)).items()}
 cases |= {'ours accumulated': ('ours',dict(acc=12)), 'ours both': ('ours',dict(acc=12, ctx=dict(shard=True)))}
 
-def many(names):
+def many(W, rank, path):
     res = {}
-    for o in names:
+    for o in cases:
+        if not fsdp_on_cpu and ('sharded' in o or 'both' in o): continue
         kind,kw = cases[o]
-        if num_distrib()<2: kw = {k: v for k,v in kw.items() if k!='ctx'}
+        if W<2: kw = {k: v for k,v in kw.items() if k!='ctx'}
         res[o],parts = run(kind, **kw)
         assert parts=={'ctx' in kw}, (o,parts)
     return res
 
-@pytest.fixture(scope='module')
-def alone(): return many(cases)
-
-@pytest.mark.parametrize('W', [1, 2, pytest.param(3, marks=pytest.mark.long)])
-def test_ranks(W, alone):
-    names = [o for o in cases if fsdp_on_cpu or not ('sharded' in o or 'both' in o)]
-    for res in (every := run_ranks(many, W, names, timeout_s=300)):
-        for o in names:
-            for k in alone[o]: close(res[o][k], alone[o][k], 1e-6 if 'averaged' in k or k in ('own','losses') and 'fastai' in o else 1e-9)
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+def test_ranks(W, found):
+    want, = found(many, 1)
+    for res in (every := found(many, W)):
+        for o in res:
+            for k in want[o]: close(res[o][k], want[o][k], 1e-6 if 'averaged' in k or k in ('own','losses') and 'fastai' in o else 1e-9)
     assert len({digest([o['average'] for o in res.values()]) for res in every})==1
 
-def drifted():
+def drifted(W, rank, path):
     "Ranks whose averages differ, of fits alone: rank 0's is everyone's, also of a sharded model"
     learn = make(cbs=EMA(.7))
     torch.manual_seed(rank_distrib())
@@ -233,8 +230,10 @@ def drifted():
         with learn.distrib_ctx(shard=True), learn.ema.apply(): learn.get_preds()
     return (*res,digest(learn.ema.weights))
 
-def test_equal_ranks():
-    own,ctx,kept = zip(*run_ranks(drifted, 2))
+found = asking(alone=(many, drifted))
+
+def test_equal_ranks(found):
+    own,ctx,kept = zip(*found(drifted, 2))
     assert len({*own})==2 and len({*ctx})==len({*kept})==1
 
 # --- checkpoints --------------------------------------------------------------------------------------------------------------
@@ -256,7 +255,7 @@ def resumed(path, kind, shard):
         found[at] = fit(f'at{at}', resume=True)==want
     return found
 
-@pytest.mark.parametrize('W,kind,shard', [(1,'ours',False), (2,'ours',False), (2,'fastai',False),
+@pytest.mark.parametrize('W,kind,shard', [pytest.param(1, 'ours', False, marks=pytest.mark.long), (2,'ours',False), (2,'fastai',False),
                                           pytest.param(2, 'ours', True, marks=needs_fsdp2)])
 def test_resumes_to_the_bit(tmp_path, W, kind, shard):
     for o in run_ranks(resumed, W, tmp_path, kind, shard, timeout_s=300): assert len(o)>=8 and all(o.values()), o

@@ -8,7 +8,9 @@ import machines
 import pytest
 import torch
 import torch.distributed as dist
-from test_agreement import Raise, make, weights
+from helpers import Raise, weights
+from test_agreement import make
+from test_no_trace import changes, snapshot
 
 from learnerdist.all import *
 from learnerdist.core import env,rank0
@@ -39,23 +41,25 @@ def all_out():
     return all(wait_key(store, f'out/{k}/{r}', 60) for r in range(num_distrib()))
 
 def caught(learn, rank, event, *cbs):
+    "The error, and what is not as it was before the context"
+    before = snapshot(learn)
     try:
         with learn.distrib_ctx(seed=1): learn.fit(2, cbs=[Raise(event, Broken('no luck'), rank), *cbs])
     except Exception as e:
         err = e
         assert all_out()
-    return type(err).__name__,getattr(err, 'rank', None),getattr(err, 'kind', None),str(err),in_group()
+    return type(err).__name__,getattr(err, 'rank', None),getattr(err, 'kind', None),str(err),changes(before, learn)
 
 def run_failures(cases, bn): return [caught(make(bn=bn), *case) for case in cases]
 
 def check(results, cases):
     for r,mine in enumerate(results):
-        for (rank,event,*_),(kind,failed,of,msg,group) in zip(cases, mine):
-            assert not group, event
+        for (rank,event,*_),(kind,failed,of,msg,changed) in zip(cases, mine):
+            assert changed==[], event
             if r==rank: assert (kind,msg)==('Broken','no luck')
             else:
                 assert (kind,failed,of)==('RankError',rank,'Broken'), (event,kind,msg)
-                assert 'no luck' in msg and 'test_agreement.py' in msg and 'in act' in msg
+                assert 'no luck' in msg and 'helpers.py' in msg and 'in act' in msg
 
 events = ['before_fit','before_epoch','before_train','before_batch','after_pred','after_loss','after_backward','before_step','after_step',
           'after_batch','after_train','before_validate','after_validate','after_epoch','after_fit']
@@ -75,6 +79,12 @@ def in_forward():
         if group_rank()==1 and learn.training: raise Broken('in the model')
         return forward(x)
     learn.model[2].forward = fail
+    return caught(learn, None, 'after_cancel_fit')
+
+def at_attach():
+    learn = make()
+    def no_room(*args): raise Broken('no room')
+    if rank_distrib()==1: learn.model.to = no_room
     return caught(learn, None, 'after_cancel_fit')
 
 def one_after_the_other():
@@ -117,15 +127,17 @@ def users_group():
     return found,open_and_whole
 
 def one_after_another():
-    "In the model, where the exception's frames hold the wrapped model and with it the group; within a group of ours; in one of the user's"
+    """In the model, where the exception's frames hold the wrapped model and with it the group; within a group of ours; in one of the
+    user's; a model that cannot go to its device"""
     users,is_open = users_group()
-    return [in_forward(),within_a_group(),users],is_open,[wrong_gpu(o) for o in (False,True)],again()
+    return [in_forward(),within_a_group(),users,at_attach()],is_open,[wrong_gpu(o) for o in (False,True)],again()
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='a wrong GPU is for machines without one')
 def test_failures_one_after_another():
     for r,(found,is_open,gpus,after) in enumerate(ranks := run_ranks(one_after_another, 2, timeout_s=200)):
         assert is_open and after==ranks[0][-1]
         for o in found: assert o[0]=='Broken' if r else o[:3]==('RankError',1,'Broken')
+        assert [o[4] for o in found]==[[],['group'],[],[]]
         for err,n in gpus: assert n and err==(('ValueError',None,True,False) if r else ('RankError','ValueError',True,False))
 
 def ends_by_itself():

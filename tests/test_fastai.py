@@ -1,9 +1,9 @@
 "fastai's Learner on W ranks and on one process: the same weights, numbers and predictions"
-import functools, io, random, sys, traceback, warnings
+import io, random, sys, warnings
 from contextlib import contextmanager, redirect_stdout
 import pytest
 pytest.importorskip('fastai')
-import torch, torch.distributed as dist
+import numpy as np, torch, torch.distributed as dist
 import fastai.callback.all # noqa: F401
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
@@ -11,12 +11,13 @@ from fastai.learner import Learner
 from fastai.optimizer import SGD, Adam
 from fastai.metrics import F1Score, RocAuc
 from torch import nn
-from learnerdist.core.env import group_rank, group_size, process_group
+from learnerdist.core.env import group_rank
 from learnerdist.fastai import *
 from learnerdist.fastai.trainer import fastais_gather
 from learnerdist.data.distributed_dl import set_epoch
 from learnerdist.testing import run_ranks
 from fastai_lines import shows
+from harness import asking, close, on_ranks
 
 warnings.filterwarnings('ignore')
 F64 = torch.float64
@@ -79,60 +80,11 @@ def history(learn):
     return dict(state=state(learn), losses=floats(rec.losses), lrs=floats(rec.lrs), values=[floats(o) for o in rec.values],
                 iters=list(rec.iters), hps={k:floats(v) for k,v in getattr(rec, 'hps', {}).items()}, pct=float(learn.pct_train))
 
-def close(a, b, tol=1e-9, at=''):
-    "Equal in structure, and in numbers up to `tol`; `at` says where, if not"
-    if isinstance(b, dict):
-        assert list(a)==list(b), at
-        for k in b: close(a[k], b[k], tol, f'{at}.{k}')
-    elif isinstance(b, (list,tuple)) and any(isinstance(o, (list,tuple,torch.Tensor,dict,str)) or o is None for o in b):
-        assert len(a)==len(b), at
-        for i,o in enumerate(zip(a, b)): close(*o, tol, f'{at}[{i}]')
-    elif b is None or isinstance(b, str): assert a==b, at
-    else: torch.testing.assert_close(torch.as_tensor(a, dtype=F64), torch.as_tensor(b, dtype=F64), atol=tol, rtol=tol,
-                                     msg=lambda m: f'{at}: {m}')
-
 # Numbers of ranks: what 2 show is shown by 3 before a release
 on_1_and_2 = pytest.mark.parametrize('Ws', [pytest.param((1,2), id='1-2'), pytest.param((3,), id='3', marks=pytest.mark.long)])
 
 @on_1_and_2
 def test_a_model_computes_its_loss(Ws, found): same(own_loss, found=found, W=Ws, tol=1e-7) # the loss, and so its factor, is float32
-
-def on_ranks(func, *args):
-    "What `func(W, rank, *args)` returns on this rank"
-    with process_group(): return func(group_size(), group_rank(), *args)
-
-def alone_on_ranks(func, *args):
-    "With RANK and WORLD_SIZE set; the function opens the group, if it wants one"
-    return func(num_distrib(), rank_distrib(), *args)
-
-class Failed(str): "A traceback"
-
-def each_of(kinds, path):
-    "What functions return on this rank, by their names; an error of one leaves the others"
-    res = {}
-    for call,funcs in kinds.items():
-        for f in funcs:
-            try: res[f.__name__] = call(f, path)
-            except Exception: res[f.__name__] = Failed(traceback.format_exc())
-    return res
-
-def asking(*funcs, alone=(), prepare=lambda path: None):
-    """A fixture, `found(func, W)`: what each of `funcs(W, rank, path)` returns on the ranks of `W` processes, which are started once for
-    all of them; on 0 processes, without a context. `alone` are functions that open their own group; `prepare(path)` comes before all.
-    A file has one fixture, and another one for its slow tests, which are not always asked for"""
-    @pytest.fixture(scope='module')
-    def found(tmp_path_factory):
-        path = tmp_path_factory.mktemp('found')
-        prepare(path)
-        of_ranks = functools.cache(lambda W: run_ranks(each_of, W, {on_ranks: funcs, alone_on_ranks: alone}, path, timeout_s=500))
-        of_one = functools.cache(lambda func, W: func(W, 0, path))
-        def found(func, W):
-            res = [of_one(func, W)] if W<2 else [o[func.__name__] for o in of_ranks(W)]
-            for o in res: assert not isinstance(o, Failed), o
-            return res
-        found.path = path
-        return found
-    return found
 
 class Dealt(Callback):
     "A learner without a context reads its training data in the order that the context deals"
@@ -350,12 +302,19 @@ def began_alone(W, rank, path):
 def test_optimizer_state_is_rank_0s(found):
     close(*found(began_alone, 2), 0)
 
-def split_batches(W, rank, path):
-    learn = make(1, rank, bs=25) # which neither 2 nor 3 ranks divide
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, split_batches=True): learn.fit(2)
-    return history(learn)
+class Redraws(Callback):
+    "Draws from each global stream"
+    drawn = None
+    def before_fit(self): self.drawn = []
+    def before_epoch(self): self.drawn.append((torch.randperm(99)[:3].tolist(), np.random.randint(10**6), random.random()))
 
-@on_1_and_2
-def test_split_batches(Ws, found): same(split_batches, found=found, W=Ws, tol=1e-6)
+def redrawn(W, rank, path):
+    learn,cb = make(W, rank),Redraws()
+    with ctx(learn, W): learn.fit(3, cbs=cb)
+    return cb.drawn
 
-found = asking(own_loss, all_fits, began_alone, split_batches, alone=(traces, one_fails, detached, outside))
+def test_a_callback_draws_the_same_on_each_rank(found):
+    a,b = found(redrawn, 2)
+    assert a==b and len({str(o) for o in a})==3
+
+found = asking(own_loss, all_fits, began_alone, redrawn, alone=(traces, one_fails, detached, outside))

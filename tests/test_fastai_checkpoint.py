@@ -113,11 +113,6 @@ def test_load_the_weights_of_a_checkpoint(ranks):
 def test_two_ranks(kind, ranks):
     for found in (o[kind] for o in ranks[2]): assert found.pop('status')==75 and not any(found.values()), found
 
-@pytest.mark.slow
-def test_workers(tmp_path):
-    found = everywhere(tmp_path, False, two[:1], workers=2)
-    assert found.pop('status')==75 and not any(found.values()), found
-
 def test_done_and_more_epochs(tmp_path, capsys):
     "With fastai's bar; what is said, and that a finished fit goes on where no schedule counts its epochs"
     def fit(path, n, one=False):

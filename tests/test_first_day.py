@@ -1,15 +1,13 @@
 "What a fastai user does on the first day, with our Learner: exact on 2 and 3 ranks against one process"
-import functools,tempfile
-from pathlib import Path
 import pytest,torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from harness import asking, close
 from helpers import weights
 from learnerdist.all import *
 from learnerdist.learner.finder import valley
-from learnerdist.testing import run_ranks
 
 def images(n, seed=0):
     g = torch.Generator().manual_seed(seed)
@@ -34,29 +32,13 @@ class Keeps(Callback):
     def __init__(self): self.seen = []
     def after_batch(self): self.seen.append(float(self.learn.loss))
 
-def all_of_them(folder, names):
-    on_two = dict(tuned=tuned, find=find, own_loss=own_loss, predicted=predicted, exported=exported)
-    return {k: on_two[k](*[folder/k]*(k=='exported')) for k in names}
+on_2 = pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)]) # what 2 show is shown by 3 before a release
 
-@functools.cache
-def on_ranks(W):
-    names = ['tuned','find','own_loss','predicted','exported'][:5 if W==2 else 1]
-    with tempfile.TemporaryDirectory() as d: return run_ranks(all_of_them, W, Path(d), names, timeout_s=200)
-
-def alike(func, *args):
-    "What `func` returns in one process, after comparison with each rank of 2, and some with each of 3"
-    one = func(*args)
-    for o in (*on_ranks(2),*on_ranks(3)): same(o.get(func.__name__, one), one, func.__name__)
+def alike(found, func, W):
+    "What `func` returns in one process, after comparison with each rank"
+    one, = found(func, 1)
+    for o in found(func, W): close(o, one, at=func.__name__)
     return one
-
-def same(a, b, at):
-    if isinstance(b, dict): assert a.keys()==b.keys() and all(same(a[k], b[k], k) is None for k in b), at
-    elif isinstance(b, torch.Tensor) and b.is_floating_point():
-        assert a.shape==b.shape and torch.allclose(a, b, rtol=0, atol=1e-9, equal_nan=True), at
-    elif isinstance(b, torch.Tensor): assert torch.equal(a, b), at
-    elif isinstance(b, (list,tuple)): assert len(a)==len(b) and all(same(*o, at) is None for o in zip(a, b)), at
-    elif isinstance(b, float): assert a==pytest.approx(b, rel=1e-9, abs=1e-9, nan_ok=True), at
-    else: assert a==b, at
 
 # --- lr_find ----------------------------------------------------------------------------------------------------------------
 
@@ -67,7 +49,7 @@ def everything(learn):
     recorded = rec.losses,rec.lrs,rec.values,learn.keeps.seen,learn.epoch
     return [*map(str, (state(learn),opt,recorded,torch.get_rng_state(),learn.model.training))]
 
-def find():
+def find(W, rank, path):
     learn,res = learner(cbs=Keeps()),{}
     with learn.distrib_ctx(seed=3):
         for name in ('fresh','trained'):
@@ -86,9 +68,10 @@ def plain_fit():
         learn.fit(1)
         return weights(learn)
 
-def test_lr_find():
+@on_2
+def test_lr_find(W, found):
     "The same losses on all ranks, and the fit after it is the one without it"
-    one = alike(find)
+    one = alike(found, find, W)
     assert 20<len(one['fresh losses'])<100 # diverges: end_lr=100
     assert torch.equal(one['fresh weights'], plain_fit())
 
@@ -104,7 +87,7 @@ def test_lr_find_of_nothing():
     with pytest.raises(ValueError, match='too few of them had a finite loss'): learn.lr_find(start_lr=1e30, end_lr=1e35)
     assert not weights(learn).isnan().any()
 
-def tuned():
+def tuned(W, rank, path):
     learn,res = learner(),{}
     with learn.distrib_ctx(seed=3):
         learn.fine_tune(2, base_lr=.1)
@@ -117,8 +100,9 @@ def tuned():
         res['unfreeze'],res['lrs'] = weights(learn),learn.recorder.lrs
     return res
 
-def test_fine_tune():
-    one = alike(tuned)
+@on_2
+def test_fine_tune(W, found):
+    one = alike(found, tuned, W)
     body = slice(0, 16*8+8)
     assert torch.equal(one['fine_tune'][body], one['freeze'][body]) and not torch.equal(one['unfreeze'][body], one['freeze'][body])
     assert not torch.equal(one['fine_tune'][136:152], one['freeze'][136:152]) # BatchNorm in the frozen group trains, as in fastai
@@ -152,22 +136,22 @@ def by_name(with_loss):
         test,_ = learn.get_preds(dl=learn.dls.test_dl([*texts(10, 2, labels=False)]))
         return dict(weights=weights(learn), valid=learn.validate(), preds=preds if with_loss else preds['logits'], labels=targs['labels'],
                     test=test if with_loss else test['logits'])
-def own_loss(): return by_name(True)
+def own_loss(W, rank, path): return by_name(True)
 
-def test_dict_batches():
+@on_2
+def test_dict_batches(W, found):
     "`forward` gets the keys that it names, without a wrapper class; `idx` is not one of them"
-    one = alike(own_loss)
+    one = alike(found, own_loss, W)
     assert one['preds'].shape==(24,3) and one['test'].shape==(10,3)
     assert one['valid'][0]==pytest.approx(F.cross_entropy(one['preds'], one['labels']).item())
     plain = by_name(False)
-    same(plain['weights'], one['weights'], 'weights')
-    same(plain['preds'], one['preds'], 'preds')
+    for k in ('weights','preds'): close(plain[k], one[k])
 
 # --- looking, test data, and use elsewhere --------------------------------------------------------------------------------------
 
 def jitter(item): return item[0]+torch.rand(1, dtype=torch.double)*.5,item[1] # another number for each sample
 
-def predicted():
+def predicted(W, rank, path):
     learn = learner()
     learn.dls.train.after_item = [jitter]
     with learn.distrib_ctx(seed=3):
@@ -175,16 +159,18 @@ def predicted():
         res = dict(tta=learn.tta(n=2), both=learn.tta(beta=None)[0], largest=learn.tta(use_max=True)[0])
         test = learn.dls.test_dl([x for x,_ in images(7, 2)], bs=2)
         labelled = learn.dls.test_dl(images(7, 2), with_labels=True)
-        return res | dict(test=learn.get_preds(dl=test)[0], valid=learn.validate(dl=labelled), plain=learn.get_preds()[0])
+        res |= dict(train=learn.validate(ds_idx=0), valid=learn.validate(dl=labelled))
+        return res | dict(test=learn.get_preds(dl=test)[0], plain=learn.get_preds()[0])
 
-def test_predictions():
-    one = alike(predicted)
+@on_2
+def test_predictions(W, found):
+    one = alike(found, predicted, W)
     assert not torch.allclose(one['tta'][0], one['plain']) and one['test'].shape==(7,4)
     aug,plain = one['both']
     assert torch.equal(plain, one['plain']) and (one['largest']>=plain).all()
 
-def exported(folder):
-    learn = learner(path=folder)
+def exported(W, rank, path):
+    learn = learner(path=path/str(W))
     with learn.distrib_ctx(seed=3):
         learn.fit(1)
         file = learn.export()
@@ -192,8 +178,9 @@ def exported(folder):
         test = again.dls.test_dl([x for x,_ in images(7, 2)])
         return learn.predict(images(1, 2)[0][0]),again.predict(images(1, 2)[0][0]),again.get_preds(dl=test)[0]
 
-def test_export(tmp_path):
-    one = alike(exported, tmp_path)
+@on_2
+def test_export(W, found, tmp_path):
+    one = alike(found, exported, W)
     assert torch.equal(one[0], one[1]) and torch.allclose(one[2][0], one[0])
     class Code:
         def __reduce__(self): return print,('code ran',)
@@ -202,3 +189,5 @@ def test_export(tmp_path):
     learn = learner(path=tmp_path)
     learn.dls.vocab = [Code()]
     with pytest.raises(ValueError, match='is a Code, and an exported file holds tensors, numbers and texts only'): learn.export()
+
+found = asking(find, tuned, own_loss, predicted, exported)

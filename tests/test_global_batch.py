@@ -1,26 +1,26 @@
 "`distrib_ctx(global_bs=…, max_bs=…)`: the same steps at any number of ranks, in parts of any size"
-import resource, shutil, traceback, warnings
+import resource, shutil, warnings
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from learnerdist.all import (Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, Checkpoint,
-                             DataLoaders, DistributedDL, Learner, Timer, group_rank,
-                             group_size, process_group)
+                             DataLoaders, DistributedDL, Timer, group_rank, group_size, process_group)
 from learnerdist.distributed import profiling
 from learnerdist.data.sharding import count_parts
 from learnerdist.testing import run_ranks
-from scenes import F64, contrast, losses, net, run, scenes
-from test_scenes import close
+from harness import Failed, caught, close
+from scenes import At, OnOneRank, adversarial, contrast, fail, losses, make, net, normed, recorded, run, scene, scenes
 
 # --- the same run -----------------------------------------------------------------------------------------------------
 
 # What a part cannot have: rows of its own, a loss or statistics of the whole batch; or what a callback does in it once
 by_nature = ('static','weighed twice','unfreeze in after_pred','freeze in after_backward','another model in an epoch','InstanceNorm',
-             'a loss of nodes')
+             'a loss of nodes',*adversarial)
 def can_be_cut(k, c):
+    if k.startswith('all cancel') and k not in recorded: return False
     if k in by_nature or 'float32' in k or 'split_batches' in c['ctx'] or c['accumulate'] is not None: return False
     return c['alone'] and c['parts']==1 and c['loss'] is not contrast and fits(c)
 def fits(c):
@@ -35,15 +35,11 @@ def dialled(k, W):
     G,m = dials[W]
     return dict(scenes[k], bs=G, ctx=dict(scenes[k]['ctx'], global_bs=G, max_bs=m))
 
-def caught(f, *args):
-    try: return f(*args)
-    except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
-
 def rank_scenes(ks):
     with process_group(): return {k: caught(run, dialled(k, group_size()), group_size(), group_rank()) for k in ks}
 
 # A third of them on 1 or 2 ranks; before a release each on 2, and some on 3 and 4. That what is dealt is the same, test_dealing.py shows
-dealt = [(1, names[3::12]), (2, names[::4])]
+dealt = [(1, names[3::12]), (2, [*dict.fromkeys([*names[::4],*recorded])])]
 dealt += [pytest.param(W, ks, marks=pytest.mark.long)
           for W,ks in ((1, names[9::12]), (2, names[1::2]+names[2::4]), (3, names[1::4]), (4, names[::6]))]
 
@@ -55,10 +51,8 @@ def test_scenes(W, ks):
     for k in ks:
         want = run(dict(scenes[k], bs=dials[W][0]))
         for r in ranks:
-            assert 'error' not in r[k], f"{k}: {r[k]['error']}"
-            for o in want.keys()-{'ids'}:
-                try: close(r[k][o], want[o], scenes[k]['tol'])
-                except AssertionError as e: raise AssertionError(f'{k}, {o}: {e}') from None
+            assert not isinstance(r[k], Failed), f'{k}: {r[k]}'
+            for o in want.keys()-{'ids'}: close(r[k][o], want[o], scenes[k]['tol'], f'{k}, {o}')
 
 # --- one reduction a step, memory, checkpoints ------------------------------------------------------------------------
 
@@ -66,7 +60,7 @@ class Limited(nn.Module):
     "Runs out of memory in training with more than `most` samples, in the forward or in the backward pass"
     def __init__(self, most, where, real=False):
         super().__init__()
-        self.most,self.where,self.real,self.sizes,self.lin = most,where,real,[],nn.Linear(3, 1, dtype=F64)
+        self.most,self.where,self.real,self.sizes,self.lin = most,where,real,[],nn.Linear(4, 2)
     def _fail(self):
         if self.real: torch.empty(2**46, dtype=torch.uint8) # the allocator's own error
         raise torch.OutOfMemoryError('out of memory')
@@ -77,39 +71,23 @@ class Limited(nn.Module):
         if fails: y.register_hook(lambda g: self._fail())
         return y
 
-def rows(n=61):
-    x = torch.randn(n, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(x, x.sum(1, keepdim=True).sin())
-
-def learner(model, n=61, bs=24, **kw):
-    torch.manual_seed(0)
-    m = model if isinstance(model, nn.Module) else model()
-    for p in m.parameters(): nn.init.uniform_(p)
-    learn = Learner(DataLoaders.from_dsets(rows(n), rows(n), bs=bs), m, nn.MSELoss(), torch.optim.SGD, lr=.1, **kw)
-    learn.logger = lambda line: None
-    return learn
-
+def of(model=None, n=61, **kw): return scene(model=model or partial(Limited, 99, ''), n=n, n_valid=n, bs=24, val_bs=24, **kw)
 def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
+
+def fitted(learn, cbs=(), **ctx):
+    with learn.no_logging(), learn.distrib_ctx(seed=1, **{'global_bs': 24, **ctx}): learn.fit(2, cbs=[*cbs])
+    return learn
 
 def fit(model=None, cbs=(), n=61, **ctx):
     "Weights, and losses of steps"
-    learn = learner(model or Limited(99, ''), n)
-    with learn.distrib_ctx(seed=1, **{'global_bs': 24, **ctx}): learn.fit(2, cbs=[*cbs])
+    learn = fitted(make(of(model, n)), cbs, **ctx)
     return weights(learn),learn.recorder.losses
 
 def fastais(most=99, **ctx):
-    "The same with fastai's Learner, whose Recorder wants a loss in float32"
-    from fastai.data.core import DataLoaders as DLS
-    from fastai.data.load import DataLoader as DL
-    from fastai.learner import Learner as FastaiLearner
-    from fastai.optimizer import OptimWrapper
-    import learnerdist.fastai # noqa: F401
-    class Float(nn.MSELoss):
-        def forward(self, p, t): return super().forward(p, t).float()
-    dls,own = DLS(DL(rows(), bs=24, shuffle=True, num_workers=0), DL(rows(), bs=24, num_workers=0)),learner(Limited(most, 'forward'))
-    dls.device = torch.device('cpu')
-    learn = FastaiLearner(dls, own.model, Float(), partial(OptimWrapper, opt=torch.optim.SGD), lr=.1)
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=1, global_bs=24, **ctx): learn.fit(2)
+    "The same with fastai's Learner"
+    from test_fastai_scenes import fastais as make
+    learn = make(of(partial(Limited, most, 'forward')), 1, 0)
+    with learn.no_bar(): fitted(learn, **ctx)
     return weights(learn),[*map(float, learn.recorder.losses)]
 
 def reductions():
@@ -125,29 +103,20 @@ def reductions():
         return fut
     return fit(n=48, max_bs=5, comm_hook=hook),n
 
-class Dies(Callback):
-    "An error in a step of the fit"
-    def __init__(self, at): self.at = at
-    def before_step(self):
-        if self.train_iter==self.at: raise ZeroDivisionError
-class Keeps(Callback):
-    "Shows the learner"
-    def __init__(self, found): self.found = found
-    def after_fit(self): self.found.append(self.learn)
 class Steps(Callback):
     run_valid = False
     def __init__(self): self.n = self.passes = 0
     def after_pred(self): self.passes += 1
     def after_step(self): self.n += 1
 
-def dies(folder, **ctx):
-    learn = learner(Limited(99, ''), path=folder)
-    with pytest.raises(ZeroDivisionError), learn.distrib_ctx(seed=1, global_bs=24, **ctx):
-        learn.fit(2, cbs=[Checkpoint('ckpt', 1),Dies(4)])
+def saving(folder, cb, resume=False, **ctx):
+    learn = make(of())
+    learn.path = folder
+    return fitted(learn, [Checkpoint('ckpt', 1, resume=resume),cb], **ctx)
 
 def goes_on(folder, **ctx):
-    learn,n = learner(Limited(99, ''), path=folder),Steps()
-    with learn.distrib_ctx(seed=1, global_bs=24, **ctx): learn.fit(2, cbs=[Checkpoint('ckpt', 1),n], resume=True)
+    n = Steps()
+    learn = saving(folder, n, True, **ctx)
     return weights(learn),learn.recorder.losses,n.n
 
 def failure(f, *args, **kw):
@@ -156,27 +125,16 @@ def failure(f, *args, **kw):
 
 def bad_contexts():
     "What an option or a script that cannot be says"
-    def ctx(model=net, cbs=(), loss=None, **kw):
-        learn = learner(partial(nn.Linear, 3, 1, dtype=F64) if model is net else model)
-        if loss: learn.loss_func = loss
-        with learn.distrib_ctx(**kw): learn.fit(1, cbs=[*cbs])
-    norm = lambda: nn.Sequential(nn.Linear(3, 4, dtype=F64), nn.BatchNorm1d(4, dtype=F64), nn.Linear(4, 1, dtype=F64))
+    def ctx(model=net, loss=nn.MSELoss, **kw):
+        learn = make(of(model, loss=loss))
+        with learn.no_logging(), learn.distrib_ctx(**kw): learn.fit(1)
     res = dict(few=failure(ctx, global_bs=1), text=failure(ctx, global_bs='256'), zero=failure(ctx, max_bs=0),
                both=failure(ctx, global_bs=8, split_batches=True), static=failure(ctx, max_bs=4, static_graph=True),
                whole=failure(ctx, loss=contrast, max_bs=2), ctx=failure(ctx, max_bs='most'))
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter('always')
-        ctx(model=norm, max_bs=4)
+        ctx(model=normed, max_bs=4)
     return dict(res, messages=' '.join(str(o.message) for o in messages))
-
-class OneRank(Callback):
-    "A cancel of the last rank, in a part of the second step"
-    def __init__(self, event, what, part):
-        self.what,self.part = what,part
-        setattr(self, event, self._raise)
-    def _raise(self):
-        step,last = self.learn.runner.loop.step,group_rank()==group_size()-1
-        if last and self.training and (self.epoch,self.iter)==(0,1) and step.i==self.part: raise self.what
 
 class Without(Callback):
     "Alone: the second step has no samples of one of V parts"
@@ -190,16 +148,22 @@ class Leaves(Callback):
     def after_batch(self):
         if self.training and self.iter==1: raise CancelFitException
 
+def first_of_last(W):
+    "The first part of the last rank, among all of a step"
+    V = count_parts(24, 5, W)
+    return V-V//W
+
 def answers(folder):
     with process_group():
         most = [99,3,2][-1-group_rank()] # of 3 ranks, and of 2
-        res = dict(cut=fit(max_bs=5), real=fit(Limited(most, 'forward', True), max_bs='auto'), fastai=fastais(max_bs=5),
+        res = dict(cut=fit(max_bs=5), real=fit(partial(Limited, most, 'forward', True), max_bs='auto'), fastai=fastais(max_bs=5),
                    fastai_auto=fastais(most, max_bs='auto'), ddp=reductions(), sharded=fit(n=48, max_bs=5, shard=True), bad=bad_contexts())
-        res |= {f'auto {o}': fit(Limited(most, o), max_bs='auto') for o in ('forward','backward')}
+        res |= {f'auto {o}': fit(partial(Limited, most, o), max_bs='auto') for o in ('forward','backward')}
         cancelled = {'first batch': (CancelBatchException, 0), 'second batch': (CancelBatchException, 1),
                      'second fit': (CancelFitException, 1)}
-        res |= {k: fit(cbs=[OneRank('after_pred', *o)], max_bs=5) for k,o in cancelled.items()}
-        dies(folder, max_bs=7)
+        first = first_of_last(group_size())
+        res |= {k: fit(cbs=[OnOneRank('after_pred', exc, 1, first+i)], max_bs=5) for k,(exc,i) in cancelled.items()}
+        with pytest.raises(ZeroDivisionError): saving(folder, At('before_step', 4, fail), max_bs=7)
     return res
 
 @pytest.fixture(scope='module')
@@ -224,12 +188,11 @@ def test_learners_memory_and_reductions(found, W):
 @on_2
 def test_a_part_that_is_cancelled_does_not_count(found, W):
     "The step is that of the samples of the other parts; all leave after it"
-    V = count_parts(24, 5, W)
-    n = V//W # parts of a rank
+    first,V = first_of_last(W),count_parts(24, 5, W)
     for r in found(W):
-        close(r['first batch'], fit(cbs=[Without(V-n, V)]))
-        close(r['second batch'], fit(cbs=[Without(V-n+1, V)]))
-        close(r['second fit'], fit(cbs=[Without(V-n+1, V),Leaves()]))
+        close(r['first batch'], fit(cbs=[Without(first, V)]))
+        close(r['second batch'], fit(cbs=[Without(first+1, V)]))
+        close(r['second fit'], fit(cbs=[Without(first+1, V),Leaves()]))
 
 @pytest.mark.parametrize('n,W', [(2, 1), *[pytest.param(*o, marks=pytest.mark.long) for o in ((2, 3),(3, 2))]])
 def test_a_fit_goes_on_with_another_number_of_ranks(found, folders, n, W, tmp_path):
@@ -250,19 +213,20 @@ def test_errors(found):
         DistributedDL.from_dl(own, 0, 2, pad='batch', max_bs=2)
 
 def test_steps_are_counted_and_not_parts():
-    n,learn = Steps(),[]
-    fit(cbs=[n,Keeps(learn)], max_bs=5)
-    assert (learn[0].train_iter,learn[0].n_iter,len(learn[0].recorder.losses))==(6,3,6)
+    n = Steps()
+    learn = fitted(make(of()), [n], max_bs=5)
+    assert (learn.train_iter,learn.n_iter,len(learn.recorder.losses))==(6,3,6)
     assert (n.n,n.passes)==(6, 2*3*5)
 
 class Wide(nn.Module):
     "A million activations for each sample"
     def __init__(self):
         super().__init__()
-        self.lin,self.sizes = nn.Linear(3, 1, dtype=F64),[]
+        self.lin,self.sizes = nn.Linear(4, 2),[]
     def forward(self, x):
-        if self.training: self.sizes.append(len(x))
-        return self.lin(x).repeat(1, 2**20).sin().mean(1, keepdim=True) if self.training else self.lin(x)
+        if not self.training: return self.lin(x)
+        self.sizes.append(len(x))
+        return self.lin(x).repeat(1, 2**19).sin().view(len(x), -1, 2).mean(1)
 
 class Limit(Callback):
     "From the beginning of the fit on the process may have so many bytes more than it has then"
@@ -276,13 +240,13 @@ class Limit(Callback):
 def limited(more):
     "The fit, and the sizes of its parts"
     import torch._dynamo # noqa: F401 - what DDP imports, before the limit holds
-    model = Wide()
-    return fit(model, [Limit(more)], max_bs='auto'),model.sizes
+    learn = fitted(make(of(Wide)), [Limit(more)], max_bs='auto')
+    return (weights(learn),learn.recorder.losses),learn.model.sizes
 
 @pytest.mark.long # the errors of a model and of the allocator, in test_learners_memory_and_reductions, stand for it
 @pytest.mark.skipif(not Path('/proc/self/statm').exists(), reason='asks Linux how much memory a process has')
 def test_under_a_limit_of_memory():
-    want = fit(Wide())
+    want = fit(Wide)
     for got,sizes in run_ranks(limited, 2, 380*2**20):
         close(got, want)
         assert sizes[0]==12 and max(sizes[1:])<=6 # halved before the first step
@@ -296,7 +260,7 @@ def test_the_timer_counts_the_data_of_a_step_once(monkeypatch):
 
 def test_memory_that_one_sample_does_not_have():
     messages = 'with a batch of 1 sample. The model is too large: .*shard=True'
-    with pytest.raises(torch.OutOfMemoryError, match=messages): fit(Limited(0, 'forward'), max_bs='auto')
+    with pytest.raises(torch.OutOfMemoryError, match=messages): fit(partial(Limited, 0, 'forward'), max_bs='auto')
 
 # --- a callback that accumulates --------------------------------------------------------------------------------------
 
@@ -314,16 +278,9 @@ class LeavesEpoch(Callback):
         if (self.learn.epoch,self.learn.iter)==(0,3): raise self.exc
 
 def accumulated(cuts, cb):
-    torch.manual_seed(1)
-    x,y = torch.randn(2, 44, 4, dtype=F64)
-    res = []
-    for max_bs in cuts:
-        torch.manual_seed(2)
-        learn = Learner(DataLoaders.from_dsets(*[TensorDataset(x, y[:,:2])]*2, bs=12//group_size()), net().to(F64), nn.MSELoss(),
-                        partial(torch.optim.SGD, momentum=.9), lr=.05, cbs=cb)
-        with process_group(), learn.no_logging(), learn.distrib_ctx(seed=3, global_bs=12, max_bs=max_bs): learn.fit(2)
-        res.append(torch.cat([p.detach().flatten() for p in learn.model.parameters()]))
-    return res
+    with process_group():
+        c = scene(n=44, lr=.05, cbs=lambda: [cb], preds=False)
+        return [run(dict(c, ctx=dict(seed=3, global_bs=12, max_bs=o)), group_size())['fits'][0]['state'] for o in cuts]
 
 def test_gradients_that_a_callback_keeps_are_left_alone():
     "They were divided by the items of later batches, where these are no samples: two for each here"
@@ -332,7 +289,7 @@ def test_gradients_that_a_callback_keeps_are_left_alone():
 
 def same_weights(cuts, cb, W):
     alone = accumulated(cuts, cb)
-    for o in alone+sum(run_ranks(accumulated, W, cuts, cb), []): torch.testing.assert_close(o, alone[0], rtol=0, atol=1e-12)
+    for o in alone+sum(run_ranks(accumulated, W, cuts, cb), []): close(o, alone[0], 1e-12)
 
 @pytest.mark.parametrize('exc', [CancelTrainException, pytest.param(CancelEpochException, marks=pytest.mark.long)])
 def test_gradients_of_an_epoch_that_is_left_after_its_last_backward_pass(exc):

@@ -8,7 +8,6 @@ from learnerdist.all import (Callback, CancelFitException, DataLoaders, Learner,
                              teardown_distrib)
 from learnerdist.learner.metrics import mk_metric
 from learnerdist.testing import run_ranks
-from test_failure import all_out
 
 class Renamed(nn.BatchNorm1d):
     "A subclass"
@@ -125,33 +124,6 @@ def test_no_trace_on_any_rank(world_size, opened, names):
 def test_no_trace_alone(how, capsys):
     changed,error,later = attempt(hows[how][0], 0)
     assert (changed,error,later)==([], hows[how][1], [])
-
-def no_room(*args): raise KeyError('on purpose')
-
-def rank_alone_fails(event, failing):
-    "This rank's changes and error. attach: the model cannot go to its device"
-    learn = make(rank_distrib())
-    if event=='attach' and rank_distrib()==failing: learn.model.to = no_room
-    before = snapshot(learn)
-    try:
-        with silent(), learn.distrib_ctx(): learn.fit(3, cbs=Fails(event, [failing]))
-    except Exception as e:
-        got = type(e).__name__,str(e)
-        assert all_out()
-    return changes(before, learn),got
-
-alone_fail = [('before_fit',0), ('before_epoch',1), ('after_pred',0), ('after_pred',1), ('before_step',0), ('after_batch',1),
-              ('after_train',0), ('after_validate',1), ('after_epoch',0), ('attach',1)]
-
-def ranks_fail(): return [rank_alone_fails(*o) for o in alone_fail]
-
-def test_one_rank_fails_and_all_end_cleanly():
-    for (event,failing),res in zip(alone_fail, zip(*run_ranks(ranks_fail, 2, timeout_s=200)), strict=True):
-        assert [o[0] for o in res]==[[], []], event
-        assert res[failing][1]==('KeyError', "'on purpose'"), event
-        kind,message = res[1-failing][1]
-        assert kind=='RankError' and message.startswith(f"rank {failing} failed with KeyError: 'on purpose'"), event
-        assert ('no_room' if event=='attach' else '_maybe') in message, event
 
 class NoLoader:
     "Cannot be split for training"

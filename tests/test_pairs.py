@@ -1,8 +1,8 @@
 "Two at a time of what may happen in a fit: on 2 ranks each pair is what it is on one process, and `verify` says so"
 import itertools
 import pytest, torch
-from scenes import Cancels, leaving_nothing, make, net, normed, result, run, scene
-from test_scenes import close
+from harness import close, leaving_nothing
+from scenes import Cancels, make, net, normed, result, run, scene
 from helpers import At
 from learnerdist.all import EMA, Callback, CancelBatchException, Checkpoint, group_rank, group_size, process_group
 from learnerdist.testing import run_ranks

@@ -1,13 +1,14 @@
 "`get_preds` and `predict` on several ranks: what one process predicts, in the order of the data set, on every rank"
-import contextlib,functools,traceback
+import contextlib
 from itertools import islice,zip_longest
 from collections import namedtuple
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler, get_worker_info
-from learnerdist.all import DataLoaders, Learner, TfmdDL, process_group
-from learnerdist.testing import run_ranks
+from harness import asking, caught, close
+from learnerdist.all import DataLoaders, Learner, TfmdDL
 
 def plain(o):
     "Nested lists and dicts of numbers"
@@ -15,14 +16,10 @@ def plain(o):
     if isinstance(o, dict): return {k:plain(v) for k,v in o.items()}
     return [plain(v) for v in o] if isinstance(o, (list,tuple)) else o
 
-def flat(o): return [v for p in (o.values() if isinstance(o, dict) else o) for v in flat(p)] if isinstance(o, (dict,list)) else [o]
-
-def assert_same(got, expect):
-    "The same structure; numbers that went through a matrix product to 1e-6"
-    assert not isinstance(got, str), got
-    shape = lambda o: {k:shape(v) for k,v in o.items()} if isinstance(o, dict) else [*map(shape, o)] if isinstance(o, list) else type(o)
-    assert shape(got)==shape(expect)
-    assert flat(got)==pytest.approx(flat(expect), abs=1e-6)
+def same(got, want):
+    "The same structure and types; numbers that went through a matrix product to 1e-6"
+    assert tree_map(type, got)==tree_map(type, want), got
+    close(got, want, 1e-6)
 
 def xy(n=13):
     g = torch.Generator().manual_seed(n)
@@ -143,25 +140,16 @@ random_cases = dict(
 def in_ctx(learn): return learn.distrib_ctx(seed=1)
 def alone(learn): return contextlib.nullcontext()
 
-def outcome(name):
-    try: return {**cases,**random_cases}[name](in_ctx)
-    except Exception: return traceback.format_exc() # the next cases go on
-
-def rank_answers(W):
-    "All that is asked of `W` ranks"
-    with process_group():
-        if W==2: return dict(streams=[stream_preds(o) for o in (0,1,2)])
-        return {o: outcome(o) for o in (*cases,*random_cases)}
-
-@functools.cache
-def on_ranks(W): return run_ranks(rank_answers, W, W, timeout_s=240)
+def predicted(W, rank, path): return {k: caught(f, in_ctx) for k,f in {**cases,**random_cases}.items()}
+def streamed(W, rank, path): return [stream_preds(o) for o in (0,1,2)]
+found = asking(predicted, streamed)
 
 @pytest.mark.parametrize('name', [*cases,*random_cases])
-def test_case(name):
+def test_case(name, found):
     func = {**cases,**random_cases}[name]
     expect = func(in_ctx if name in random_cases else alone)
-    assert_same(plain(func(in_ctx)), plain(expect))
-    for got in on_ranks(3): assert_same(plain(got[name]), plain(expect))
+    same(plain(func(in_ctx)), plain(expect))
+    for got in found(predicted, 3): same(plain(got[name]), plain(expect))
 
 # --- values by hand ---------------------------------------------------------------------------------------------------------
 
@@ -189,13 +177,11 @@ def stream_preds(workers):
     learn = make(Fn(lambda x: x*2), valid=DataLoader(Stream(), 2, num_workers=workers), loss=bare_loss)
     with learn.distrib_ctx(): return learn.get_preds()
 
-def test_order_of_a_stream():
+def test_order_of_a_stream(found):
     "Each row once, in the order of one process; several workers take turns"
     x,y = xy()
-    for ranks in (o['streams'] for o in on_ranks(2)):
+    for ranks in found(streamed, 3):
         for n,(p,t) in zip((1,1,2), ranks):
             parts = [torch.arange(13)[w::n].split(2) for w in range(n)] # of each worker, in batches
             order = torch.cat([o for step in zip_longest(*parts) for o in step if o is not None]).tolist()
             assert sorted(order)==[*range(13)] and t.tolist()==y[order].tolist() and torch.equal(p, x[order]*2)
-
-# sizes of samples, their collation, the model

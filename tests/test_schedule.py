@@ -4,26 +4,27 @@ from pathlib import Path
 import pytest, torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
-from helpers import weights
-from learnerdist.all import (Callback, CancelEpochException, CancelFitException, CancelStepException, DataLoaders,
-                             EarlyStoppingCallback, Learner, RankError, ReduceLROnPlateauCallback, SaveModelCallback, Scheduler,
+from torch.utils.data import TensorDataset
+import scenes
+from harness import close
+from helpers import Raise, weights
+from scenes import draws, scene
+from learnerdist.all import (Callback, CancelEpochException, CancelFitException, CancelStepException,
+                             EarlyStoppingCallback, RankError, ReduceLROnPlateauCallback, SaveModelCallback, Scheduler,
                              TerminateOnNaNCallback, TfmdDL, TrackerCallback,
                              distrib_barrier, group_rank, group_size, process_group, rank_distrib, warm_up)
 from learnerdist.testing import run_ranks
 
-N,BS = 24,12 # 2 steps an epoch, on 2 ranks at 6 each and on 3 ranks at 4
+def sums(n):
+    x = draws(n, 3, dtype=scenes.F64)
+    return TensorDataset(x, x.sum(1, keepdim=True)*.5+.1)
+def small(): return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+# 2 steps an epoch, on 2 ranks at 6 each and on 3 ranks at 4
+c = scene(ds=sums, model=small, n=24, n_valid=10, bs=12)
 
-def data(n=N, seed=0):
-    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
-    return list(zip(x, x.sum(1, keepdim=True)*.5+.1))
-
-def make(path='.', lr=.1, momentum=0., items=None, shuffle=True, **kw):
-    torch.manual_seed(group_rank()) # rank 0's weights are everyone's
-    model = nn.Sequential(nn.Linear(3,4), nn.ReLU(), nn.Linear(4,1)).double()
-    bs = BS//group_size()
-    dls = DataLoaders(TfmdDL(items or data(), bs, shuffle=shuffle), TfmdDL(data(10, 1), bs), path=path)
-    learn = Learner(dls, model, nn.MSELoss(), partial(torch.optim.SGD, momentum=momentum), lr=lr, **kw)
-    learn.logger = lambda line: None
+def make(path='.', **kw):
+    learn = scenes.make(dict(c, opt=partial(torch.optim.SGD, **kw)), group_size(), group_rank())
+    learn.path,learn.logger = path,lambda line: None
     return learn
 
 def files(learn): return sorted(o.name for o in Path(learn.path).rglob('*') if o.is_file())
@@ -43,16 +44,6 @@ class Snapshots(Callback):
     order = 200
     def before_fit(self): self.learn.shots = []
     def before_validate(self): self.shots.append(weights(self.learn))
-
-class Raise(Callback):
-    "Raise `exc` in `event`, the `at`-th time that it comes (in training), on `rank` only (None: on all)"
-    run_valid = False
-    def __init__(self, event, exc, rank, at=0, order=0):
-        self.exc,self.rank,self.at,self.order,self.seen = exc,rank,at,order,0
-        setattr(self, event, self.act)
-    def act(self):
-        self.seen += 1
-        if self.rank in (None,group_rank()) and self.seen==self.at+1: raise self.exc
 
 def result(learn):
     rec = learn.recorder
@@ -80,9 +71,9 @@ def at_end(path): return fit(path, 4, cbs=[downhill_then_up(2), SaveModelCallbac
 def plateau(path): return fit(path, cbs=[ReduceLROnPlateauCallback(factor=.5, patience=0, threshold=.02), Scheduler(warm_up(2))])
 def ramp(path): return fit(path, 4, cbs=[Scheduler(warm_up(4, partial(StepLR, step_size=2, gamma=.1), start=.2))])
 def all_cancel_a_step(path):
-    return fit(path, 3, cbs=[Scheduler(partial(StepLR, step_size=1, gamma=.5)), Raise('before_step', CancelStepException, None, at=2)])
+    return fit(path, 3, cbs=[Scheduler(partial(StepLR, step_size=1, gamma=.5)), Raise('before_step', CancelStepException, at=2)])
 def epoch_not_measured(path):
-    return fit(path, cbs=[downhill_then_up(), Raise('before_train', CancelEpochException, None, at=1), EarlyStoppingCallback(patience=2),
+    return fit(path, cbs=[downhill_then_up(), Raise('before_train', CancelEpochException, at=1, order=0), EarlyStoppingCallback(patience=2),
                           SaveModelCallback()])
 
 def two_fits(path, **kw):
@@ -106,11 +97,6 @@ def alone(tmp_path_factory): return run_cases(tmp_path_factory.mktemp('alone'))
 
 @pytest.fixture(scope='module', params=[2,pytest.param(3, marks=pytest.mark.long)])
 def ranks(request, tmp_path_factory): return run_ranks(run_cases, request.param, tmp_path_factory.mktemp('ranks'))
-
-def close(a, b): torch.testing.assert_close(as_tensor(a), as_tensor(b), rtol=1e-9, atol=1e-9, equal_nan=True)
-def as_tensor(o):
-    if torch.is_tensor(o): return o
-    return torch.tensor([[float('nan') if v is None else v for v in r] if isinstance(r, list) else r for r in o], dtype=torch.double)
 
 @pytest.mark.parametrize('name', list(cases))
 def test_like_one_process_and_equal_on_all_ranks(alone, ranks, name):
@@ -150,7 +136,8 @@ def test_an_epoch_without_a_number_decides_nothing(alone):
 
 def test_second_fit_forgets_or_goes_on(alone):
     r,first = alone['two_fits'],alone['two_fits']['first']
-    assert len(first['values'])==5 and first['files']==['model_1.pth','model_2.pth']
+    best = sorted(range(5), key=valid_losses(first).__getitem__)[:2]
+    assert len(first['values'])==5 and first['files']==[f'model_{i}.pth' for i in sorted(best)]
     assert r['lrs'][0]==.01 and len(r['values'])==5 and len(r['files'])==2
     on = alone['two_fits_going_on']
     assert len(on['files'])==2 and all(int(o[6:-4])>=5 for o in on['files']) # the second fit improves on the first, in names of its own
@@ -165,7 +152,7 @@ def one_rank_cases(path):
             for order in (0,60,80): # before the tracker, and after it
                 cancel = Raise('after_epoch', CancelFitException, rank, at=2, order=order)
                 res['cancel',rank,order] = fit(path/f'cancel{rank}{order}', cbs=[cancel, SaveModelCallback()])
-            cbs = [Raise('after_loss', CancelFitException, rank, at=5), SaveModelCallback()]
+            cbs = [Raise('after_loss', CancelFitException, rank, at=5, run_valid=False), SaveModelCallback()]
             res['after_loss',rank] = fit(path/f'loss{rank}', cbs=cbs)
             cbs = [Refuse((1,2,3), rank), Scheduler(partial(StepLR, step_size=1, gamma=.5))]
             res['step',rank] = fit(path/f'step{rank}', 3, cbs=cbs)
@@ -189,16 +176,18 @@ def test_one_rank_alone_decides_for_all(tmp_path):
 
 # --- NaN ----------------------------------------------------------------------------------------------------------------------
 
-def spoilt(bad):
-    items = data()
-    for i in bad: items[i] = items[i][0]*float('inf'),items[i][1]
-    return items
+def spoilt(bad, n=24, **kw):
+    "A loader, of which these samples are infinite"
+    x,y = sums(n).tensors
+    x[bad] *= float('inf')
+    return TfmdDL(TensorDataset(x, y), 12//group_size(), **kw)
 
 def nan_cases(path):
     res = []
     with process_group():
         for bad in ([17],[12,13,14]): # the second step: one rank's batch, and every rank's
-            learn = make(path, items=spoilt(bad), shuffle=False)
+            learn = make(path)
+            learn.dls.loaders[0] = spoilt(bad)
             res.append(fit(path, learn=learn, cbs=[TerminateOnNaNCallback(), SaveModelCallback()]))
     return res
 
@@ -206,9 +195,8 @@ def weights_by_hand(ranks_of_steps, world_size):
     "Plain SGD; at each step the mean of these ranks' gradients"
     learn = make()
     for i,ranks in enumerate(ranks_of_steps):
-        b = data()[i*BS:(i+1)*BS]
         for r in ranks:
-            x,y = (torch.stack(o) for o in zip(*b[r::world_size]))
+            x,y = (o[i*12+r:(i+1)*12:world_size] for o in sums(24).tensors)
             (learn.loss_func(learn.model(x), y)/len(ranks)).backward()
         learn.prepare(.1)
         learn.opt.step()
@@ -225,7 +213,7 @@ def test_nan_on_one_rank_ends_all_before_it_spreads(n, tmp_path):
 
 def test_nan_only_in_validation_goes_on():
     learn = make()
-    learn.dls.loaders[1] = TfmdDL(spoilt([3]), 4)
+    learn.dls.loaders[1] = spoilt([3], 10)
     r = fit('.', 3, learn, cbs=[TerminateOnNaNCallback(), TrackerCallback()])
     assert len(r['values'])==3 and not hasattr(learn, 'tracker')
 

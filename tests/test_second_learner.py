@@ -1,25 +1,24 @@
-"A second learner beside one in a context, what callbacks compute before training, and metrics that read the learner"
+"A second learner beside one in a context, whose contexts end in any order"
 import warnings
 from importlib.util import find_spec
 import pytest, torch
-from torch import nn
-from helpers import data, net, sgd, weights
-from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, num_distrib, process_group
-from learnerdist.testing import run_ranks
+from harness import asking, close
+from helpers import weights
+from scenes import make, scene
+from learnerdist.all import Callback
 
-def loaders(): return DataLoaders(TfmdDL(data(), 12//max(num_distrib(), 1), shuffle=True), TfmdDL(data(11, 7), 3))
-def learner(dls=None, seed=5, **kw): return Learner(dls or loaders(), net(seed=seed), nn.MSELoss(), sgd, **kw)
+c = scene(lr=.05)
 
-def told(func, *args):
-    "What `func` returns on this rank, and the warnings"
-    with process_group(), warnings.catch_warnings(record=True) as ws:
-        warnings.simplefilter('always')
-        return func(*args),[str(o.message) for o in ws if o.category is UserWarning]
+def ours(W, rank, dls=None):
+    learn = make(c, max(W, 1))
+    learn.dls = dls or learn.dls
+    return learn
 
-def both(func, W, *args):
-    "What one process returns; what `W` ranks return, and the warnings of rank 0"
-    (one,_),*got = [*run_ranks(told, 1, func, *args),*run_ranks(told, W, func, *args)]
-    return one,[o for o,_ in got],got[0][1]
+def fastais(W, rank, dls=None):
+    from test_fastai_scenes import fastais
+    learn = fastais(c, max(W, 1), 0)
+    learn.dls = dls or learn.dls
+    return learn.remove_cbs(learn.progress)
 
 class Samples(Callback):
     "The first number of each sample that is trained on, in order, and its length in steps"
@@ -27,56 +26,24 @@ class Samples(Callback):
     def before_batch(self):
         if self.training: self.seen,self.n = self.seen+self.xb[0][:,0].tolist(),self.n_iter
 
-def beside(make):
-    dls = loaders() if make is learner else fastais_loaders()
-    a,b = make(dls),make(dls, 9)
-    cb = Samples()
-    with a.distrib_ctx(seed=1), a.no_logging(), b.no_logging():
-        if make is not learner: a,b = a.remove_cbs(a.progress),b.remove_cbs(b.progress)
+def samples(make):
+    if make is ours: return Samples()
+    from fastai.callback.core import Callback as FastaiCallback
+    return type('Samples', (FastaiCallback,), dict(before_fit=Samples.before_fit, before_batch=Samples.before_batch))()
+
+def beside(make, W, rank):
+    a = make(W, rank)
+    b,orders,cb = make(W, rank, a.dls),[],samples(make)
+    with warnings.catch_warnings(record=True) as ws, a.distrib_ctx(seed=1), a.no_logging(), b.no_logging():
+        warnings.simplefilter('always')
         a.fit(1)
         valid,given,preds = b.validate(),b.validate(dl=a.dls.valid),b.get_preds(reorder=False)[0]
-        orders = []
         for _ in range(2):
-            if make is learner: b.fit(1, cbs=cb)
-            else: b.fit(1, cbs=fastais_samples(cb))
+            b.fit(1, cbs=cb)
             orders.append(cb.seen)
         a.fit(1)
-    return weights(a).tolist(),[*map(float, valid)],[*map(float, given)],preds.tolist(),orders,cb.n
-
-def fastais_loaders():
-    from fastai.data.core import DataLoaders as Loaders, TfmdDL as FastaiDL
-    return Loaders(FastaiDL(data(), bs=12//max(num_distrib(), 1), shuffle=True, num_workers=0), FastaiDL(data(11, 7), bs=3, num_workers=0))
-
-def fastais_samples(cb):
-    from fastai.callback.core import Callback as FastaiCallback
-    class Samples(FastaiCallback):
-        def before_fit(self): type(cb).before_fit(cb)
-        def before_batch(self):
-            if self.training: cb.seen,cb.n = cb.seen+self.xb[0][:,0].tolist(),self.n_iter
-    return Samples()
-
-class Mse(nn.MSELoss):
-    "fastai's Recorder takes float32 only"
-    def forward(self, p, t): return super().forward(p, t).float()
-
-def fastais(dls=None, seed=5, **kw):
-    import learnerdist.fastai # noqa: F401
-    from fastai.learner import Learner as FastaiLearner
-    from fastai.optimizer import SGD
-    return FastaiLearner(dls or fastais_loaders(), net(seed=seed), Mse(), opt_func=SGD, lr=.05, **kw)
-
-makers = [learner, pytest.param(fastais, marks=pytest.mark.skipif(find_spec('fastai') is None, reason='no fastai'))]
-
-@pytest.mark.parametrize('make', makers)
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
-def test_a_learner_without_a_context_has_all_the_data(make, W):
-    (weights,*one,orders,n),got,messages = both(beside, W, make)
-    for w,*own,seen,steps in got:
-        torch.testing.assert_close(w, weights, rtol=0, atol=1e-7)
-        torch.testing.assert_close(own, one, rtol=0, atol=1e-6)
-        assert seen==orders and sorted(seen[0])==sorted(data()[:][0][:,0].tolist()) and seen[0]!=seen[1]
-        assert (n,steps)==(4,4*W)
-    assert any('trains on the whole data' in o for o in messages)
+    said = [o for o in ws if 'trains on the whole data' in str(o.message)]
+    return dict(weights=weights(a), valid=[*map(float, valid)], given=[*map(float, given)], preds=preds),orders,cb.n,len(said)
 
 def outside(a, b):
     "What contexts set that belongs to others: the group, warnings, loaders, and what the learners have"
@@ -87,11 +54,14 @@ def outside(a, b):
 run_state = {'epoch','n_epoch','iter','n_iter','dl','xb','yb','pred','loss','loss_grad','items','final_record','training','train_iter',
              'pct_train','opt','smooth_loss','_loss_over','x','y'}
 
-def in_any_order(make, shared, first):
-    dls = loaders() if make is learner else fastais_loaders()
-    other = dls if shared else loaders() if make is learner else fastais_loaders()
-    a,b = make(dls),make(other, 9)
-    if make is not learner: a,b = a.remove_cbs(a.progress),b.remove_cbs(b.progress)
+def in_any_order(make, W, rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return [two_contexts(make, W, rank, shared, first) for shared in (False,True) for first in 'ab']
+
+def two_contexts(make, W, rank, shared, first):
+    a = make(W, rank)
+    b = make(W, rank, a.dls if shared else None)
     before = outside(a, b)
     with a.no_logging(), b.no_logging():
         a.to_distributed(seed=1)
@@ -104,18 +74,29 @@ def in_any_order(make, shared, first):
         valid,preds = goes_on.validate(),goes_on.get_preds()[0]
         goes_on.detach_distributed()
     same = [o is p if callable(o) else o==p for o,p in zip(before, outside(a, b))]
-    return weights(a).tolist(),weights(b).tolist(),[*map(float, valid)],preds.tolist(),same
+    return dict(weights=[weights(a),weights(b)], valid=[*map(float, valid)], preds=preds),same
 
-def on_rank(make):
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        return [in_any_order(make, shared, first) for shared in (False,True) for first in 'ab']
+makers = [ours,*[fastais]*(find_spec('fastai') is not None)]
+def besides(W, rank, path): return {o.__name__: beside(o, W, rank) for o in makers}
+def in_any_orders(W, rank, path): return {o.__name__: in_any_order(o, W, rank) for o in makers}
+found = asking(besides, in_any_orders)
 
-@pytest.mark.parametrize('make', makers)
-def test_contexts_that_end_in_any_order(make):
-    alone, = run_ranks(on_rank, 1, make)
-    for rank in run_ranks(on_rank, 2, make, timeout_s=200):
-        for (*one,_),(*got,same) in zip(alone, rank, strict=True):
-            for x,y in zip(got[:2], one[:2]): torch.testing.assert_close(x, y, rtol=0, atol=1e-7)
-            torch.testing.assert_close(got[2:], one[2:], rtol=0, atol=1e-6)
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize('name', [o.__name__ for o in makers])
+def test_a_learner_without_a_context_has_all_the_data(name, W, found):
+    want,orders,n,_ = found(besides, 1)[0][name]
+    for r,(got,seen,steps,said) in enumerate(o[name] for o in found(besides, W)):
+        close(got, want, 1e-6)
+        close(got['weights'], want['weights'], 1e-7)
+        data = make(c).dls.train.dataset.tensors[0][:,0].tolist()
+        assert seen==orders and sorted(seen[0])==sorted(data) and seen[0]!=seen[1]
+        assert (n,steps)==(4,4*W)
+        if name=='ours': assert bool(said)==(r==0) # once a process
+
+@pytest.mark.parametrize('name', [o.__name__ for o in makers])
+def test_contexts_that_end_in_any_order(name, found):
+    for rank in found(in_any_orders, 2):
+        for (want,_),(got,same) in zip(found(in_any_orders, 1)[0][name], rank[name], strict=True):
+            close(got, want, 1e-6)
+            close(got['weights'], want['weights'], 1e-7)
             assert all(same), same

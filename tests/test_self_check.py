@@ -35,6 +35,13 @@ def fitted(make, n=1, **ctx):
         assert {o.filename for o in ours} <= {__file__}
         return weights(learn),[str(o.message) for o in ours]
 
+class Of(nn.Module):
+    "A model of one function, of itself and of the inputs, around a network"
+    def __init__(self, func, net):
+        super().__init__()
+        self.func,self.net = func,net
+    def forward(self, *xs): return self.func(self, *xs)
+
 # --- scripts that are the same on any number of ranks -----------------------------------------------------------------------
 
 class Lerp(Callback):
@@ -51,18 +58,16 @@ def triplets(loss=of_triplets):
     return Learner(dls, net(), loss, sgd)
 def written_triplets(): return triplets(own_triplets)
 
-class Detector(nn.Module):
+def detects(m, x, y):
     "As torchvision's: a dict of losses in training, boxes in evaluation"
-    def __init__(self): super().__init__(); self.net = net() # noqa: E702
-    def forward(self, x, y):
-        out = self.net(x)
-        return dict(boxes=((out-y)**2).mean(1).mean(), classes=out.abs().sum(1).mean()) if self.training else [dict(box=o) for o in out]
+    out = m.net(x)
+    return dict(boxes=((out-y)**2).mean(1).mean(), classes=out.abs().sum(1).mean()) if m.training else [dict(box=o) for o in out]
 def of_detector(losses, *_): return sum(losses.values())
 def twice(b): return torch.stack([o[0] for o in b]),torch.stack([o[1] for o in b]),torch.stack([o[1] for o in b])
 def detector():
     dls = DataLoaders(DataLoader(data(), size(), shuffle=True, collate_fn=twice))
     dls.n_inp = 2
-    return Learner(dls, Detector(), of_detector, sgd)
+    return Learner(dls, Of(detects, net()), of_detector, sgd)
 
 class Teachers(Callback):
     def __init__(self): self.teachers = [net(seed=6),net(seed=7)]
@@ -71,16 +76,14 @@ class Teachers(Callback):
         self.learn.loss_grad = self.learn.loss_grad+F.mse_loss(self.pred, want)
 def two_teachers(): return learner(cbs=Teachers())
 
-class WithInput(nn.Module):
-    def __init__(self): super().__init__(); self.net = net(n_out=1) # noqa: E702
-    def forward(self, x):
-        x = x.requires_grad_()
-        return self.net(x),x
+def with_input(m, x):
+    x = x.requires_grad_()
+    return m.net(x),x
 def penalised(out, y):
     p,x = out
     grad, = torch.autograd.grad(p.sum(), x, create_graph=True)
     return p.mean()+10*((grad.norm(dim=1)-1)**2).mean()
-def gradient_penalty(): return learner(WithInput(), penalised)
+def gradient_penalty(): return learner(Of(with_input, net(n_out=1)), penalised)
 
 class Gan(nn.Module):
     "A generator and a critic; the first one is trained in the second epoch"
@@ -99,14 +102,12 @@ class Switcher(Callback):
 def of_gan(p, y): return F.softplus(p).mean()
 def gan(): return learner(Gan(), of_gan, cbs=Switcher(), splitter=lambda m: [*m.parameters()])
 
-class Noisy(nn.Module):
+def noisy(m, x):
     "As a variational autoencoder: it draws in evaluation, too"
-    def __init__(self): super().__init__(); self.net = net(n_out=4) # noqa: E702
-    def forward(self, x):
-        mean,std = self.net(x).chunk(2, 1)
-        return mean+0*torch.randn_like(mean),mean,std
+    mean,std = m.net(x).chunk(2, 1)
+    return mean+0*torch.randn_like(mean),mean,std
 def elbo(out, y): return ((out[0]-y)**2).sum()-.5*(1+out[2]-out[1]**2-out[2].exp()).sum()
-def autoencoder(): return learner(Noisy(), elbo, lr=1e-3)
+def autoencoder(): return learner(Of(noisy, net(n_out=4)), elbo, lr=1e-3)
 
 def doubled(x): return F.pad(x, (0, 4))
 class Reshapes(Callback):
@@ -122,13 +123,11 @@ def stream(): return Learner(DataLoaders(TfmdDL(Lines(), size())), net(), by_han
 def padded(b):
     n = max(int(y) for _,y in b)+1
     return torch.stack([F.pad(x[:int(y)+1], (0, n-int(y)-1)) for x,y in b]),torch.stack([y for _,y in b])
-class Masked(nn.Module):
-    def __init__(self): super().__init__(); self.net = net(1, 3) # noqa: E702
-    def forward(self, x): return (self.net(x[...,None])*(x!=0)[...,None]).sum(1)
+def masks_padding(m, x): return (m.net(x[...,None])*(x!=0)[...,None]).sum(1)
 def texts(model):
     return Learner(DataLoaders(DataLoader(TensorDataset(data().tensors[0], torch.arange(48)//16), size(), shuffle=True,
                                           collate_fn=padded)), model, nn.CrossEntropyLoss(), sgd)
-def masked(): return texts(Masked())
+def masked(): return texts(Of(masks_padding, net(1, 3)))
 
 class Counting(nn.Module):
     "Hooks and calls are counted"
@@ -202,13 +201,11 @@ class Masks(Callback):
     def after_fit(self): [o.remove() for o in self.seen]
 def masks(): return learner(cbs=Masks())
 
-class GlobalMean(nn.Module):
+def minus_mean(m, x):
     "A remedied model: all ranks compute it in the check, as its collective needs"
-    def __init__(self): super().__init__(); self.net = net() # noqa: E702
-    def forward(self, x):
-        out = self.net(x)
-        return out-gather_with_grad(out).mean(0)
-def global_mean(): return learner(GlobalMean())
+    out = m.net(x)
+    return out-gather_with_grad(out).mean(0)
+def global_mean(): return learner(Of(minus_mean, net()))
 
 class WithLoss(nn.Module):
     "Returns its loss, and has hooks in a list, as models of Hugging Face do with activation checkpointing"
@@ -217,13 +214,10 @@ class WithLoss(nn.Module):
         self.lin,self.own_hooks = nn.Linear(4, 2).double(),[1]
     def forward(self, x): return dict(loss=self.lin(x).square().mean())
 def given(out, y): return out['loss']
-def of_model():
-    torch.manual_seed(5)
-    return learner(WithLoss(), given)
 def batch_mean(p, t): return 2*((p-t)**2).mean()
 
 ordinary = [lerp,triplets,written_triplets,detector,two_teachers,gradient_penalty,gan,autoencoder,reshaped,stream,masked,counting,keeps,
-            spoken,normalised,masks,global_mean,of_model]
+            spoken,normalised,masks,global_mean]
 
 def of_some(p, t): return F.mse_loss(p[t[:,0]>0], t[t[:,0]>0])
 def of_sizes(): return learner(loss=of_some) # follows from those of parts, by numbers that the batch shows
@@ -233,32 +227,25 @@ class Drawing(nn.Module):
 def drawing(): return learner(nn.Sequential(net(), nn.Dropout(), nn.BatchNorm1d(2), Drawing()).double())
 def pairs_of_one(): return Learner(DataLoaders(TfmdDL(data(8), 1)), net(), batch_mean, sgd)
 
+def local_statistics(): return target_model() # of the copy of a model whose BatchNorm is not synchronised
+local_statistics.options = lambda: dict(sync_bn=False)
 def with_more(): return learner(cbs=Teachers() if group_rank()==1 else None) # a rank may have more callbacks than others
 
 # What a check cannot cut, send or hash does not end a run
-class OfJagged(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = net()
-    def forward(self, x): return torch.stack([self.net(o).mean(0) for o in x.unbind()])
+def of_jagged(m, x): return torch.stack([m.net(o).mean(0) for o in x.unbind()])
 def jag(b):
     x = torch.nested.nested_tensor([o[0].repeat(1+i%3, 1) for i,o in enumerate(b)], layout=torch.jagged)
     return x,torch.stack([o[1] for o in b])
-def jagged(): return Learner(DataLoaders(TfmdDL(data(), size(), shuffle=True, collate_fn=jag)), OfJagged(), nn.MSELoss(), sgd)
+def jagged(): return Learner(DataLoaders(TfmdDL(data(), size(), shuffle=True, collate_fn=jag)), Of(of_jagged, net()), nn.MSELoss(), sgd)
 class HoldsOdd(Callback):
     def before_fit(self):
         self.net = nn.Linear(1, 1)
         self.net.register_buffer('eighth', torch.ones(2).to(torch.float8_e5m2))
         self.net.register_buffer('nested', torch.nested.nested_tensor([torch.ones(1),torch.ones(2)], layout=torch.jagged))
 def holds_odd(): return learner(cbs=HoldsOdd())
-class OfEighth(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = net()
-    def forward(self, x): return self.net(x.double())
 def eighth():
     x,y = data().tensors
-    return learner(OfEighth(), ds=TensorDataset(x.to(torch.float8_e4m3fn), y))
+    return learner(Of(lambda m, x: m.net(x.double()), net()), ds=TensorDataset(x.to(torch.float8_e4m3fn), y))
 odd = [jagged,holds_odd,eighth]
 
 def all_of(makes):
@@ -278,10 +265,6 @@ def checked_or_not():
     def make(): return Learner(DataLoaders(TfmdDL(data(), 6, after_item=drawn)), nn.Sequential(nn.Dropout(.5), net()), nn.MSELoss(), sgd)
     return [fitted(make, checks=o)[0] for o in ('warn',False)]
 
-def test_random_streams_stay_where_they_are():
-    "A fit that goes on in mid-epoch checks another batch than one that was not interrupted"
-    for a,b in run_ranks(checked_or_not, 2): assert a.equal(b)
-
 calls = count()
 def of_whole_batches(p, y):
     "Fails on the few samples of the check"
@@ -292,13 +275,21 @@ def calls_of_a_loss():
     fitted(lambda: learner(loss=of_whole_batches))
     return next(calls)
 
-def test_a_loss_that_fails_in_the_check_is_not_tried_again_in_another_type():
-    "In 4 batches; the check tries evaluation and training"
-    assert run_ranks(calls_of_a_loss, 2)==[4+2]*2
+def on_two(): return all_of([of_sizes,drawing,pairs_of_one,with_more,local_statistics]),checked_or_not(),calls_of_a_loss()
 
-def test_what_is_not_known_to_differ_is_silent():
-    got = run_ranks(all_of, 2, [of_sizes,drawing,pairs_of_one,with_more])
-    assert [messages for o in got for _,messages in o.values()]==[[]]*8
+@pytest.fixture(scope='module')
+def two(): return run_ranks(on_two, 2)
+
+def test_what_is_not_known_to_differ_is_silent(two):
+    for got,*_ in two: assert {k: messages for k,(_,messages) in got.items() if messages}=={}
+
+def test_random_streams_stay_where_they_are(two):
+    "A fit that goes on in mid-epoch checks another batch than one that was not interrupted"
+    for _,(a,b),_ in two: assert a.equal(b)
+
+def test_a_loss_that_fails_in_the_check_is_not_tried_again_in_another_type(two):
+    "In 4 batches; the check tries evaluation and training"
+    assert [n for *_,n in two]==[4+2]*2
 
 class Both(nn.Module):
     "A critic, and a generator that only a callback trains"
@@ -353,11 +344,8 @@ def skips(at=1, **ctx): return fitted(lambda: learner(Later(), cbs=Skips(at)), *
 class Centred(nn.Module):
     def forward(self, x): return x-x.mean(0)
 def mixing(): return learner(nn.Sequential(net(), Centred()).double())
-class Averages(nn.Module):
-    "Its padding counts"
-    def __init__(self): super().__init__(); self.net = net(1, 3) # noqa: E702
-    def forward(self, x): return self.net(x[...,None]).mean(1)
-def padding(): return texts(Averages())
+def averages(m, x): return m.net(x[...,None]).mean(1) # its padding counts
+def padding(): return texts(Of(averages, net(1, 3)))
 
 def in_batch(p, y): return F.cross_entropy(p@y.T, torch.arange(len(p)))
 def contrastive(): return learner(loss=in_batch)
@@ -369,10 +357,8 @@ class TwoViews(Callback):
     "SimCLR: the batch is doubled"
     def before_batch(self): self.learn.xb = (torch.cat([self.xb[0]+.1*torch.randn_like(self.xb[0]) for _ in range(2)]),)
 def simclr(): return learner(loss=nt_xent, cbs=TwoViews())
-class Views(nn.Module):
-    def __init__(self): super().__init__(); self.net = net() # noqa: E702
-    def forward(self, x): return self.net(torch.cat([x+.1*torch.randn_like(x) for _ in range(2)]))
-def simclr_in_model(): return learner(Views(), nt_xent)
+def two_views(m, x): return m.net(torch.cat([x+.1*torch.randn_like(x) for _ in range(2)]))
+def simclr_in_model(): return learner(Of(two_views, net()), nt_xent)
 
 class Centers(nn.Module):
     def __init__(self): super().__init__(); self.centers = nn.Parameter(torch.zeros(3, 3, dtype=torch.double)) # noqa: E702
@@ -491,11 +477,14 @@ def with_norm(): return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Lin
 def target_model(): return learner(with_norm(), cbs=Target())
 def synced_target(): return learner(with_norm(), cbs=Target(sync=True))
 class Drifts(Callback):
-    "Changes weights on one rank alone"
+    "Changes weights on one rank alone, from a step on"
+    def __init__(self, since=0): self.since = since
     def after_step(self):
-        if group_rank()==1:
+        if group_rank()==1 and self.iter>=self.since:
             with torch.no_grad(): get_model(self.model)[2].bias.add_(1e-6)
 def drift(): return learner(cbs=Drifts())
+def drift_within(): return learner(cbs=Drifts(1))
+drift_within.options = lambda: dict(check_every=2)
 class Twice(Callback):
     "A second backward pass, by DDP"
     run_valid = False
@@ -510,6 +499,12 @@ def rank0_saves(): return learner(cbs=[Checkpoint('never')]*(group_rank()==0)+[C
 def other_intervals(): return learner(cbs=Checkpoint('never', every=1+group_rank(), in_memory=3))
 for _o in (other_decays, rank0_saves, other_intervals): _o.options = lambda: dict(timeout_s=20.)
 
+def more_layers(): return learner(net() if not group_rank() else nn.Sequential(*net(), nn.Linear(2, 2)).double())
+def other_class(): return learner(nn.Sequential(nn.Linear(4, 2), nn.ReLU() if group_rank() else nn.Tanh()).double())
+def other_loss(): return learner(loss=nn.L1Loss() if group_rank() else nn.MSELoss())
+def other_callback(): return learner(cbs=Lerp() if group_rank() else Teachers())
+
+differently = r'ValueError: \[different-settings\] the ranks train differently: .*'
 not_mean = r'\[loss-not-mean\] the loss .* of a batch does not follow from its values on parts of it.*n_items'
 offenders = [(mixing,r'\[mixes-samples\] predictions of Sequential depend on which other samples are in the batch'),
     (padding,r'\[mixes-samples'), (contrastive,not_mean), (simclr,r'\[loss-unknown'), (simclr_in_model,r'\[loss-'), (of_pairs,not_mean),
@@ -519,12 +514,17 @@ offenders = [(mixing,r'\[mixes-samples\] predictions of Sequential depend on whi
     (other_options,r"ValueError: \[different-settings\] .*: seed: 3 on rank 0, 4 on rank 1; check_every: None .*, 2 .*; checks: 'warn' "),
     (other_decays,r'ValueError: .*: OwnEMA.decay: 0.9 on rank 0, 0.7\d* on rank 1; GradientClip.norm_type: 2.0 on rank 0, 1.0 on rank 1.'),
     (rank0_saves,r'ValueError: .*: Checkpoint: given on rank 0, none on rank 1. Give'),
+    (more_layers,differently+'model.3: none on rank 0, Linear on rank 1'),
+    (other_class,differently+'model.1: Tanh on rank 0, ReLU on rank 1'),
+    (other_loss,differently+'loss_func: MSELoss on rank 0, L1Loss on rank 1'),
+    (other_callback,differently+'callbacks: Teachers on rank 0, Lerp on rank 1'),
     (other_intervals,r'ValueError: .*: Checkpoint.every: 1 on rank 0, 2 on rank 1. Give'),
     (target_model,r'\[ranks-differ\] target\.target\.1\.running_mean, .*running_var: each.*sync_batchnorm'),
     (own_buffer,r'\[ranks-differ\] seen: each rank has computed this'), (second_model,r'\[ranks-differ\] second\.net\.0\.weight: each'),
     (center_loss,r'\[ranks-differ\] .*centers.*average_grads'),
     (global_centers,r'\[ranks-differ\] .*centers.*average_grads'), (not_a_number,None),
     (drift,r'RuntimeError: \[weights-differ\] .*2\.bias differs between rank 0 and \[1\]'),
+    (drift_within,r'RuntimeError: \[weights-differ\] after 2 steps of this epoch 2\.bias differs .*: something changes it on one rank'),
     (other_path,r'\[different-path\] learn.path: .*run-0 on rank 0, .*run-1')]
 
 @pytest.fixture(scope='module')
@@ -537,10 +537,6 @@ def test_offenders(offences, make, want):
     if want is None: assert isinstance(got, torch.Tensor) and messages==others==[], (got,messages) # NaN on all ranks is no difference
     elif 'Error' in want: assert re.match(want, got) and got.split(':')[0]==other.split(':')[0], got
     else: assert len(messages)==1 and re.match(want, messages[0]) and others==[], messages
-
-def local_statistics(): return fitted(target_model, sync_bn=False)
-def test_the_copy_of_a_model_whose_batchnorm_is_not_synchronised_is_no_finding():
-    assert [messages for _,messages in run_ranks(local_statistics, 2)]==[[],[]]
 
 def checked(checks): return [fitted(o, checks=checks) for o in (mixing,contrastive,center_loss)]
 
@@ -557,23 +553,6 @@ def test_remedies_are_exact():
     for W in (2,3):
         for got in run_ranks(all_of, W, [remedied,own_backward,synced_target,second_pass]):
             for k,(w,messages) in got.items(): assert (w-want[k][0]).abs().max()<1e-9 and not messages, k
-
-def other_models(kind):
-    r = group_rank()
-    if kind=='layer': return learner(net() if not r else nn.Sequential(*net(), nn.Linear(2, 2)).double())
-    if kind=='class': return learner(nn.Sequential(nn.Linear(4, 2), nn.ReLU() if r else nn.Tanh()).double())
-    if kind=='loss': return learner(loss=nn.L1Loss() if r else nn.MSELoss())
-    return learner(cbs=Lerp() if r else Teachers())
-
-others = dict(layer='model.3: none on rank 0, Linear on rank 1', callback='callbacks: Teachers on rank 0, Lerp on rank 1',
-              loss='loss_func: MSELoss on rank 0, L1Loss on rank 1', **{'class': 'model.1: Tanh on rank 0, ReLU on rank 1'})
-
-def fits_others(): return [fitted(lambda k=k: other_models(k))[0] for k in others]
-
-def test_other_models_on_other_ranks():
-    for got in run_ranks(fits_others, 2):
-        for o,want in zip(got, others.values()):
-            assert o.startswith('ValueError: [different-settings] the ranks train differently: ') and want in o, o
 
 def all_codes():
     texts = [o.read_text() for o in Path(__file__).parent.parent.glob('learnerdist/**/*.py')]
@@ -663,26 +642,16 @@ def test_what_a_rank_waits_in_is_named_with_its_line():
 def cancels(p, t):
     if group_rank()==1: raise CancelBatchException
     return F.cross_entropy(p, t)
+cancels.n_items = n_elements # known before the forward pass
 
-class Ignores(Callback):
-    "Some labels do not count, on each rank another number"
-    run_valid = False
-    def after_pred(self): self.learn.yb = self.yb[0].where(self.xb[0][:,0]>0, -100),
-def weighted_ce(): return nn.CrossEntropyLoss(weight=tensor([.3,.7], dtype=torch.double))
-def two_classes(n=24): return TensorDataset(data(n).tensors[0], torch.arange(n)%2)
-
-@pytest.mark.parametrize('kw,messages', [
-    (dict(loss=cancels), 'Raise it in an event of a callback')])
-def test_items_that_change_after_they_were_told(kw, messages):
-    if kw['loss'] is cancels: cancels.n_items = n_elements # known before the forward pass
-    with pytest.raises(RanksError) as e: run_ranks(fits_told, 2, kw)
-    assert all(messages in str(o) for o in e.value.errors.values()), e.value
-
-def fits_told(kw):
+def cancels_in_the_loss():
     with process_group():
-        learn = learner(ds=two_classes(), **kw)
-        if kw['loss'] is cancels: cancels.n_items = n_elements
+        learn = learner(net(n_out=3), cancels, labelled())
         with learn.distrib_ctx(seed=3), learn.no_logging(): learn.fit(2)
+
+def test_a_cancel_within_the_loss_names_the_remedy():
+    with pytest.raises(RanksError) as e: run_ranks(cancels_in_the_loss, 2)
+    assert all('Raise it in an event of a callback' in str(o) for o in e.value.errors.values()), e.value
 
 # --- models in bfloat16 and float16 ------------------------------------------------------------------------------------------
 
@@ -701,14 +670,9 @@ def transformer():
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0., batch_first=True)
     return short(nn.Sequential(nn.Unflatten(1, (1,4)), layer, nn.BatchNorm1d(1), nn.Flatten()), written_ce, labelled())
 def halves(): return short(dtype=torch.float16)
-class KeepsType(nn.Module):
-    "Computes in bfloat16 whatever comes: float32 fails here"
-    def __init__(self): super().__init__(); self.net = net() # noqa: E702
-    def forward(self, x): return self.net(x.to(torch.bfloat16))
-def keeps_type(): return short(KeepsType())
-class Rounds(KeepsType):
-    def forward(self, x): return self.net(x).to(torch.bfloat16)
-def rounds(): return short(Rounds(), lambda p, y: by_hand(p.float(), y.float()))
+def in_bfloat16(m, x): return m.net(x.to(torch.bfloat16)) # whatever comes: float32 fails in the network
+def keeps_type(): return short(Of(in_bfloat16, net()))
+def rounds(): return short(Of(lambda m, x: in_bfloat16(m, x).to(torch.bfloat16), net()), lambda p, y: by_hand(p.float(), y.float()))
 class OfWeight(nn.Module):
     def __init__(self): super().__init__(); self.weight,self.scale = tensor([.2,1.]).to(torch.bfloat16),nn.Parameter(torch.ones(())) # noqa: E702
     def forward(self, p, y): return (((p-y)*self.scale)**2@self.weight).sum()/len(y)

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 import scenes as table
 from gpu_scenes import n_marked, of_fastai, of_table, small, state, stories, table_on
 from simulated_gpu import Gpu, SimulatedGPU, is_possible
-from test_scenes import close, same
+from harness import close
+from test_scenes import same
 from learnerdist.all import *
 from learnerdist.core.collectives import gather_rows, reduce_sums
 from learnerdist.distributed.comparison import compare_weights, Findings

@@ -3,8 +3,8 @@ import random
 import numpy as np, torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from scenes import make, picture
-from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, group_rank, group_size, process_group, rank_distrib
+from scenes import make, picture, scene
+from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, group_rank, group_size, num_distrib, process_group, rank_distrib
 from learnerdist.testing import run_ranks
 
 F64 = torch.float64
@@ -78,6 +78,27 @@ def test_each_rank_draws_from_its_own_streams():
     (noise0,masks0),(noise1,masks1) = runs[0]
     for i in range(3): assert len({o[i] for o in noise0+noise1})==8 # 2 ranks, 2 epochs of 2 steps
     assert masks0!=masks1 and masks0[:2]!=masks0[2:]
+
+outside = 'before_fit','before_epoch','before_train','after_train','before_validate','after_validate','after_epoch','after_fit'
+
+class Draws(Callback):
+    "Draws from each global stream in each event that is outside of batches"
+    def __init__(self):
+        self.drawn = []
+        for o in outside: setattr(self, o, self.draw)
+    def draw(self): self.drawn.append((torch.randperm(99)[:3].tolist(), np.random.randint(10**6), random.random()))
+
+def drawn():
+    learn,cb = make(scene(n=31), max(num_distrib(), 1)),Draws()
+    for o in (torch.manual_seed, np.random.seed, random.seed): o(1)
+    with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(3, cbs=cb)
+    return cb.drawn
+
+def test_a_callback_draws_the_same_on_each_rank():
+    "New negatives or a new subset for an epoch: events outside of batches have a stream that ranks share"
+    alone,ranks = drawn(),run_ranks(drawn, 2)
+    assert len({str(o) for o in alone})==len(alone)==2+6*3 # nothing is drawn twice
+    assert ranks==[alone]*2
 
 def test_alone_nothing_is_reseeded():
     torch.manual_seed(42)

@@ -4,13 +4,13 @@ from functools import partial
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
+from harness import asking, close
 from helpers import flat, weights
-from learnerdist.all import (AvgMetric, CSVLogger, Callback, CancelBatchException, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
+from learnerdist.all import (AvgMetric, CSVLogger, Callback, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
                              GradientClip, Learner, LogWriter, MixedPrecision, TensorBoardLogger, TfmdDL, Timer,
                              accuracy, error_rate, group_size, num_distrib, rank_distrib, top_k_accuracy)
 from learnerdist.core.env import in_group
 from learnerdist.learner.techniques import half_type
-from learnerdist.testing import run_ranks
 
 F64 = torch.float64
 
@@ -29,29 +29,6 @@ def make(dtype=F64, lr=.1, metrics=None, path='.', cbs=None, W=None, n=24):
     learn.logger = learn.lines.append
     return learn
 
-def close(a, b, tol=1e-9): torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), atol=tol, rtol=tol)
-
-# --- accumulation ---------------------------------------------------------------------------------------------------------------
-
-def by_hand(pred, targ): return F.cross_entropy(pred, targ, reduction='none').mean()
-
-class Skips(Callback):
-    "Cancels the first batch of each group of two"
-    def after_pred(self):
-        if self.learn.training and self.iter%2==0: raise CancelBatchException
-
-def skipping(loss):
-    learn = make(cbs=[Skips,GradientAccumulation(16)])
-    learn.loss_func = loss
-    with learn.distrib_ctx(seed=3): learn.fit(2)
-    return weights(learn)
-
-def test_a_cancelled_batch_has_no_part_in_the_mean_of_its_group():
-    want = skipping(F.cross_entropy)
-    close(skipping(by_hand), want)
-    for W in (2,4):
-        for got in run_ranks(skipping, W, by_hand): close(got, want)
-
 # --- flags of a fit -----------------------------------------------------------------------------------------------------------
 
 class Kinds(Callback):
@@ -67,7 +44,7 @@ flag_fits = {'ddp': lambda o: o.fit(2, ddp=opts), 'cycle': lambda o: o.fit_one_c
              'amp': lambda o: o.fit(2, ddp=opts, amp='fp16'), 'amp_cycle': lambda o: o.fit_one_cycle(2, .05, amp='fp16', ddp=opts),
              'clip_acc': lambda o: o.fit(2, ddp=opts, amp='fp16', cbs=[GradientClip(.3),GradientAccumulation(8)])}
 
-def flagged():
+def flagged(W, rank, path):
     "In float64, where scaling by a power of two is exact"
     res = {}
     for k,f in flag_fits.items():
@@ -80,10 +57,10 @@ def flagged():
     half.fit(1, ddp=True, amp=True)
     return res,sorted(half.kinds)
 
-def test_flags_on_ranks_are_the_fit_alone():
-    alone,kinds = flagged()
+def test_flags_on_ranks_are_the_fit_alone(found):
+    (alone,kinds), = found(flagged, 1)
     assert kinds==[('torch.bfloat16','Sequential',1)]
-    for res,kinds in run_ranks(flagged, 2):
+    for res,kinds in found(flagged, 2):
         assert kinds==[('torch.bfloat16','DistributedDataParallel',2)]
         for k,(w,seen,kept,values) in res.items():
             want = alone[k]
@@ -132,9 +109,9 @@ def many():
     top = [AvgMetric(partial(top_k_accuracy, k=k), f'top_{k}') for k in (1,3)]
     return [accuracy,*top,error_rate,torchmetrics.F1Score(**of_classes, average='macro'),torchmetrics.ConfusionMatrix(**of_classes)]
 
-def logged(path):
+def logged(W, rank, path):
     cbs = [Mine(),CSVLogger(append=True),TensorBoardLogger(),EarlyStoppingCallback('accuracy', min_delta=5., patience=2),Timer()]
-    learn = make(metrics=many(), path=path)
+    learn = make(metrics=many(), path=path/f'logs {W}')
     with learn.distrib_ctx(seed=3):
         for _ in range(2): learn.fit(5, cbs=cbs)
     own = learn.path if not rank_distrib() else learn.path/'1'
@@ -144,12 +121,8 @@ def logged(path):
     return dict(values=values, rows=getattr(cbs[0], 'rows', None), files=files, told=told, steps=cbs[2].n_steps,
                 names=learn.recorder.metric_names, losses=learn.recorder.losses)
 
-@pytest.fixture(scope='module')
-def logs(tmp_path_factory):
-    path = tmp_path_factory.mktemp('alone')
-    alone = logged(path)
-    two = tmp_path_factory.mktemp('two')
-    return alone,run_ranks(logged, 2, two),two
+@pytest.fixture
+def logs(found): return found(logged, 1)[0],found(logged, 2),found.path/'logs 2'
 
 def test_metrics(logs):
     alone,ranks,_ = logs
@@ -188,7 +161,7 @@ def test_tensorboard_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', None)
     with pytest.raises(ValueError, match='install the extra'): make().fit(1, cbs=TensorBoardLogger())
 
-def timed():
+def timed(W, rank, path):
     res = []
     for cbs in ([],[GradientAccumulation(8)]):
         learn = make(n=23) # one sample is read twice, and not counted
@@ -196,8 +169,8 @@ def timed():
         res += learn.recorder.times
     return res
 
-def test_times_on_ranks():
-    for o in run_ranks(timed, 2):
+def test_times_on_ranks(found):
+    for o in found(timed, 2):
         for t in o:
             assert t['comm']>0 and t['data']>0 and t['step']>0 and t['data']+t['step']+t['comm']==pytest.approx(t['total'])
             assert t['samples_per_s']*t['total']==pytest.approx(23)
@@ -229,12 +202,12 @@ def failure(rooms, bs, kind='cuda'):
         with learn.distrib_ctx(): learn.fit(1)
     except (RuntimeError,MemoryError) as e: return type(e).__name__,str(e)
 
-def on_ranks():
-    "Advice after a failure"
-    return failure((99,6), 8)
+def one_is_full(W, rank, path): return failure((99,6), 8)
+found = asking(alone=(flagged, logged, timed, one_is_full))
 
-def test_out_of_memory_on_one_rank():
-    zero,one = run_ranks(on_ranks, 2)
+def test_out_of_memory_on_one_rank(found):
+    "Advice after a failure"
+    zero,one = found(one_is_full, 2)
     for _,messages in (zero,one): assert 'allocate 1 GiB.\nOut of memory in training with a batch of 8 samples.' in messages
     assert (zero[0],one[0])==('RankError','OutOfMemoryError')
 

@@ -61,21 +61,6 @@ def test_a_group_of_one_keeps_what_is_accumulated():
     try: close(weights(fitted(GradientAccumulation(16), bs=4, n=44)), alone)
     finally: torch.distributed.destroy_process_group()
 
-class CancelsLate(Callback):
-    "Cancels on all ranks, after the last batch and before the Recorder hears of it"
-    order = 0
-    def after_batch(self):
-        if self.training and self.iter==self.n_iter-1: raise CancelFitException
-
-def losses_of_nine(*cbs):
-    with process_group(): return fitted(*cbs, bs=8//group_size(), n=9, n_epoch=1).recorder.losses
-
-def test_a_repeat_that_is_cancelled_late_is_not_recorded():
-    "Of 9 samples the last step has one: the other rank repeats some"
-    alone = losses_of_nine()
-    for cbs in ((), (CancelsLate(),)):
-        for found in run_ranks(losses_of_nine, 2, *cbs): close(torch.tensor(found), torch.tensor(alone))
-
 def test_steps_of_an_epoch():
     "Its last batch steps"
     learn = fitted(GradientAccumulation(20), bs=8, n=44)

@@ -1,10 +1,11 @@
 "Ranks whose training loaders end at different steps: the epoch ends for all with the first, with the same weights"
-import functools, tempfile, warnings
+import warnings
 from functools import partial
-from pathlib import Path
 import pytest, torch
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
+from harness import asking
+from helpers import Stream
 from scenes import Cancels, make, normed, result, scene, sgd
 from learnerdist.all import (Callback, CancelBatchException, CancelTrainException, RankError, SaveModelCallback, Scheduler, TfmdDL,
                              process_group, rank_distrib)
@@ -16,15 +17,14 @@ def data(n, seed):
     x = torch.randn(n, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
     return list(zip(x, x[:,:2]*.5+.1))
 
-class Stream(IterableDataset):
+class Shares(Stream):
     "Each rank's own samples; knows no length"
     splits_by_rank = True
-    def __init__(self, items, messages=None): self.items,self.messages = items,messages
-    def __iter__(self): return iter(self.items)
 
-class KnownStream(Stream):
+class KnownShares(Shares):
     "It says how many there are; that may be wrong"
-    def __len__(self): return len(self.items) if self.messages is None else self.messages
+    said = None
+    def __len__(self): return len(self.items) if self.said is None else self.said
 
 class Split(Sampler):
     "A sampler of the user's, with the attributes of torch's DistributedSampler, whose shares are not equally long"
@@ -36,9 +36,12 @@ def loader(kind, n_batches, rank, W, short=0, messages=None):
     "`n_batches` on this rank, the last one `short` samples short"
     n = n_batches*BS-short if n_batches else 0
     items = data(n, seed=rank)
-    if kind=='stream': return TfmdDL(Stream(items), BS)
-    if kind=='known_stream': return TfmdDL(KnownStream(items, messages and messages[rank]*BS), BS)
-    if kind=='workers': return DataLoader(Stream(items), BS, num_workers=1)
+    if kind=='stream': return TfmdDL(Shares(items), BS)
+    if kind=='workers': return DataLoader(Shares(items), BS, num_workers=1)
+    if kind=='known_stream':
+        ds = KnownShares(items)
+        if messages: ds.said = messages[rank]*BS
+        return TfmdDL(ds, BS)
     return DataLoader(items or [0], BS, sampler=Split(n, rank, W))
 
 kinds = 'stream','known_stream','sampler'
@@ -121,21 +124,19 @@ asked = dict(cycles=cycles, wrong=wrong, normal=normal, cancelled=cancelled)
 empty = [(kind,lens) for kind in kinds for lens in [(0,2),(2,0)]]
 none = [('known_stream',(0,0))]
 
-def answers(folder):
-    res = {k: many([dict(kw, path=folder/f'{k}{i}') for i,kw in enumerate(cases)]) for k,cases in asked.items()}
+def answers(W, rank, path):
+    res = {k: many([dict(kw, path=path/f'{k}{i}') for i,kw in enumerate(cases)]) for k,cases in asked.items()}
     return dict(res, empty=nothing(empty), none=nothing(none))
 
-@functools.cache
-def on_two():
-    with tempfile.TemporaryDirectory() as d: return run_ranks(answers, 2, Path(d), timeout_s=200)
+found = asking(alone=(answers,))
 
 @pytest.mark.parametrize('name', asked)
-def test_ranks_are_alike(name):
+def test_ranks_are_alike(name, found):
     "Lengths that are wrong, synchronised BatchNorm, and a rank whose last step may be its part in the others'"
-    alike(asked[name], [o[name] for o in on_two()])
+    alike(asked[name], [o[name] for o in found(answers, 2)])
 
-def test_one_cycle_has_the_steps_that_are_taken():
-    for c,rs in zip(cycles, zip(*[o['cycles'] for o in on_two()])): # down to the end of the cycle
+def test_one_cycle_has_the_steps_that_are_taken(found):
+    for c,rs in zip(cycles, zip(*[o['cycles'] for o in found(answers, 2)])): # down to the end of the cycle
         assert len(rs[0]['lrs'])==2*min(c['lens']) and abs(rs[0]['lrs'][-1]-.05/1e5)<1e-9
     with pytest.raises(ValueError, match='has no len'): learner(loader('stream', 3, 0, 1)).fit_one_cycle(1)
 
@@ -151,10 +152,10 @@ def nothing(cases):
         except (ValueError,RankError) as e: res.append((type(e).__name__, str(e), learn.cbs==before))
     return res
 
-def test_a_rank_without_any_batch():
-    for c,*rs in zip(empty, *[o['empty'] for o in on_two()]):
+def test_a_rank_without_any_batch(found):
+    for c,*rs in zip(empty, *[o['empty'] for o in found(answers, 2)]):
         for name,msg,clean in rs:
             assert name in ('ValueError','RankError') and 'no training batch' in msg and clean, (c,rs)
         assert 'ValueError' in [o[0] for o in rs]
 
-def test_no_rank_has_any_batch_trains_nothing(): assert [o['none'] for o in on_two()]==[['no error']]*2
+def test_no_rank_has_any_batch_trains_nothing(found): assert [o['none'] for o in found(answers, 2)]==[['no error']]*2

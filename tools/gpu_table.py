@@ -17,7 +17,7 @@ from test_cuda import rank_simulated
 from learnerdist.fastai import setup_distrib
 from learnerdist.launch import cli, processes
 from learnerdist.testing import run_ranks
-from test_scenes import close
+from harness import close
 
 page,begin,end = root/'docs/gpu.md','<!-- tools/gpu_table.py writes this -->','<!-- to here -->'
 package = root/'learnerdist'

@@ -1,0 +1,99 @@
+"""'As one process': what functions and scenes give on W ranks beside what they give on one, and that they leave nothing behind
+
+A training that is data (a model, data, a loss, options, callbacks) is a line in the table of scenes.py. `asking(f, g)` is a fixture for
+what is more than that: it starts the ranks of a file once for each number of them. `close` compares what comes back."""
+import functools, sys, traceback
+from contextvars import ContextVar
+from weakref import WeakKeyDictionary
+import pytest, torch
+from torch import Tensor
+from learnerdist.core.env import group_rank, group_size, num_distrib, process_group, rank_distrib
+from learnerdist.testing import run_ranks
+
+def close(a, b, tol=1e-9, at=''):
+    "Equal in structure, and in numbers up to `tol`, absolute or relative; 0: bit by bit, in the same dtype. `at` says where, if not"
+    if isinstance(b, dict):
+        assert list(a)==list(b), f'{at}: {list(a)}, {list(b)}'
+        for k in b: close(a[k], b[k], tol, f'{at}.{k}')
+    elif isinstance(b, (list,tuple)) and not all(isinstance(o, (int,float)) for o in b):
+        assert len(a)==len(b), f'{at}: {len(a)}, {len(b)}'
+        for i,o in enumerate(zip(a, b)): close(*o, tol, f'{at}[{i}]')
+    elif isinstance(b, (Tensor,int,float,list,tuple)):
+        if tol==0: assert getattr(a, 'dtype', None)==getattr(b, 'dtype', None), f'{at}: {a}, {b}'
+        x,y = (torch.as_tensor(o, dtype=torch.float64) for o in (a, b))
+        torch.testing.assert_close(x, y, atol=tol, rtol=tol, equal_nan=True, msg=lambda m: f'{at}: {m}')
+    else: assert a==b, f'{at}: {a!r}, {b!r}'
+
+# --- nothing is left ------------------------------------------------------------------------------------------------------
+
+plain = {int,float,str,bytes,list,dict,set,type(None)}
+
+def _values(name, owner):
+    "(name, value) of what a module or a class holds that may change"
+    for k,v in vars(owner).items():
+        kind = type(v)
+        if kind in plain and not k.startswith('__'): yield f'{name}.{k}',repr(v)
+        elif kind is ContextVar: yield f'{name}.{k}',repr(v.get(None))
+        elif kind is WeakKeyDictionary: yield f'{name}.{k}',len(v)
+        elif isinstance(v, type) and v.__module__==name: yield from _values(f'{name}.{k}', v)
+
+# Counts that name keys of the store, and the first use of the accelerator, are of a process; modules register names when they are imported
+of_process = {f'learnerdist.{o}' for o in ('core.env._counts','core.env._first_use','core.compat.names','learner.learner.fit_flags',
+                                           'learner.saving.in_folders','distributed.engine.context_callbacks')}
+
+def module_state():
+    "What the modules of the package and their classes hold"
+    modules = [(k, m) for k,m in list(sys.modules.items()) if k.startswith('learnerdist')]
+    res = {k: v for name,m in modules for k,v in _values(name, m)}
+    return {k: v for k,v in res.items() if k not in of_process}
+
+def changed(before):
+    "What modules hold now that is not as it was: before and after"
+    after = module_state()
+    return {k: (v, after.get(k)) for k,v in before.items() if after.get(k)!=v}
+
+def leaving_nothing(f, *args):
+    "The result of `f`; an error if it leaves something behind in a module"
+    before = module_state()
+    res = f(*args)
+    left = changed(before)
+    return dict(error=f'left in modules, before and after: {left}') if left else res
+
+# --- functions on ranks ---------------------------------------------------------------------------------------------------
+
+class Failed(str): "A traceback"
+
+def caught(f, *args, **kw):
+    "What `f` returns, or its traceback"
+    try: return f(*args, **kw)
+    except Exception: return Failed(traceback.format_exc())
+
+def on_ranks(func, *args):
+    "What `func(W, rank, *args)` returns on this rank"
+    with process_group(): return func(group_size(), group_rank(), *args)
+
+def alone_on_ranks(func, *args):
+    "With RANK and WORLD_SIZE set; the function opens the group, if it wants one"
+    return func(num_distrib(), rank_distrib(), *args)
+
+def each_of(kinds, path):
+    "What functions return on this rank, by their names; an error of one leaves the others"
+    return {f.__name__: caught(call, f, path) for call,funcs in kinds.items() for f in funcs}
+
+def asking(*funcs, alone=(), prepare=lambda path: None):
+    """A fixture, `found(func, W)`: what each of `funcs(W, rank, path)` returns on the ranks of `W` processes, which are started once for
+    all of them; on 0 processes, without a context. `alone` are functions that open their own group; `prepare(path)` comes before all.
+    A file has one fixture, and another one for its slow tests, which are not always asked for"""
+    @pytest.fixture(scope='module')
+    def found(tmp_path_factory):
+        path = tmp_path_factory.mktemp('found')
+        prepare(path)
+        of_ranks = functools.cache(lambda W: run_ranks(each_of, W, {on_ranks: funcs, alone_on_ranks: alone}, path, timeout_s=500))
+        of_one = functools.cache(lambda func, W: func(W, 0, path))
+        def found(func, W):
+            res = [of_one(func, W)] if W<2 else [o[func.__name__] for o in of_ranks(W)]
+            for o in res: assert not isinstance(o, Failed), o
+            return res
+        found.path = path
+        return found
+    return found
