@@ -6,12 +6,14 @@ import functools, sys, traceback
 from contextvars import ContextVar
 from weakref import WeakKeyDictionary
 import pytest, torch
+from fastcore.foundation import L
 from torch import Tensor
 from learnerdist.core.env import group_rank, group_size, num_distrib, process_group, rank_distrib
 from learnerdist.testing import run_ranks
 
 def close(a, b, tol=1e-9, at=''):
     "Equal in structure, and in numbers up to `tol`, absolute or relative; 0: bit by bit, in the same dtype. `at` says where, if not"
+    if isinstance(b, L): a,b = [*a],[*b] # fastai's lists
     if isinstance(b, dict):
         assert list(a)==list(b), f'{at}: {list(a)}, {list(b)}'
         for k in b: close(a[k], b[k], tol, f'{at}.{k}')

@@ -510,7 +510,7 @@ by_all = [(o, CancelBatchException) for o in in_batch[:-1]]+[(o, CancelFitExcept
 by_all += [('before_step',CancelStepException), ('before_backward',CancelBackwardException)]
 scenes |= {f'all cancel in {o}, {exc.__name__}': with_cb(Cancels, o, exc, None, 1, preds=False) for o,exc in by_all}
 recorded = [f'all cancel in {o}, CancelBatchException' for o in ('after_loss','before_backward')] # in parts, too
-scenes |= {'a repeat that is cancelled late': scene(n=9, bs=8, cbs=before_recorder), # of 9 samples the last step has one
+scenes |= {'a repeat that is cancelled late': scene(n=13, bs=12, cbs=before_recorder), # of 13 samples the last step has one
            'cancelled after a step': with_cb(Cancels, 'after_batch', CancelTrainException, -1)}
 # Losses: whatever they count, over ranks and over micro-batches
 class_losses = dict(label=F.cross_entropy, weights=weighted_ce, focal=focal, returns=sum_and_count, attribute=says_what_it_counts)

@@ -112,7 +112,8 @@ def alone_in_a_call():
 
 def test_a_call_on_rank_0_alone():
     messages = run_ranks(alone_in_a_call, 2, errors='return')[0].message
-    assert 'in a call that all ranks have to make (fit, validate, get_preds): has this rank made it alone? Make it outside of `if rank==0`' in messages
+    remedy = 'has this rank made it alone? Make it outside of `if rank==0`'
+    assert f'in a call that all ranks have to make (fit, validate, get_preds): {remedy}' in messages
 
 script = """
 from learnerdist.launch import run
