@@ -1,5 +1,5 @@
 "`distrib_ctx(global_bs=…, max_bs=…)`: the same steps at any number of ranks, in parts of any size"
-import resource, shutil, warnings
+import ctypes, resource, shutil, warnings
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -240,6 +240,7 @@ class Limit(Callback):
 def limited(more):
     "The fit, and the sizes of its parts"
     import torch._dynamo # noqa: F401 - what DDP imports, before the limit holds
+    ctypes.CDLL(None).mallopt(-8, 1) # M_ARENA_MAX: glibc reserves 64 MiB of addresses for each new thread, as of DDP
     learn = fitted(make(of(Wide)), [Limit(more)], max_bs='auto')
     return (weights(learn),learn.recorder.losses),learn.model.sizes
 
