@@ -289,13 +289,16 @@ class Waits:
     @contextmanager
     def __call__(self, what:str):
         "what: a collective, after 'waits for the other ranks in'"
-        if threading.current_thread() is threading.main_thread():
-            if self.thread is None:
-                self.thread = threading.Thread(target=self._watch, daemon=True, name='waits')
-                self.thread.start()
-            self.n += 1
-            self.since = time.perf_counter()
-            self.what = what
+        is_main = threading.current_thread() is threading.main_thread()
+        if self.what or not is_main: # within another one, which goes on
+            yield
+            return
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._watch, daemon=True, name='waits')
+            self.thread.start()
+        self.n += 1
+        self.since = time.perf_counter()
+        self.what = what
         try: yield
         finally: self.what = ''
 

@@ -149,10 +149,10 @@ def map_seeded(f, items, parts, own=no_generators)->list:
     """`f` of each item, with the streams of the CPU and the user's `own` seeded by `parts`, a tuple for each.
     Afterwards the streams go on where they were; a loader's worker has none to protect"""
     before = rng_state(device=False) if get_worker_info() is None else None
+    np = sys.modules.get('numpy')
     res = []
     try:
-        np = sys.modules.get('numpy')
-        for o,s in zip(items, mix_seeds(parts)): # without a call for each sample
+        for o,s in zip(items, mix_seeds(parts)): # as `seed_streams`, without a call for each sample
             random.seed(s)
             if np: np.random.seed(s%2**32)
             torch.default_generator.manual_seed(s)
