@@ -205,6 +205,10 @@ def test_one_cycle_on_another_number_of_ranks(tmp_path):
     run_ranks(one_cycle_on_ranks, 2, tmp_path/'a', False, 3) # a state after step 2
     n,rates = run_ranks(one_cycle_on_ranks, 1, tmp_path/'a', False, None)[0]
     assert n==8 and len(whole)==6 and rates==[whole[i] for i in (2,2,3,3,4,5)]
+    # stopped a second time, after a state between two steps of the cycle
+    run_ranks(one_cycle_on_ranks, 2, tmp_path/'c', False, 3)
+    run_ranks(one_cycle_on_ranks, 1, tmp_path/'c', False, 5)
+    assert run_ranks(one_cycle_on_ranks, 1, tmp_path/'c', False, None)[0][1]==[whole[i] for i in (3,3,4,5)]
     run_ranks(one_cycle_on_ranks, 2, tmp_path/'b', True, 3)
     assert run_ranks(one_cycle_on_ranks, 1, tmp_path/'b', True, None)[0][0]==10
 

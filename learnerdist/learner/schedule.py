@@ -71,13 +71,16 @@ class Scheduler(Callback):
 
     def state_dict(self):
         "The state of torch's scheduler, and the batches of an epoch that it was made for; empty before a fit"
-        return self.sched.state_dict()|dict(n_made_for=self.n_made_for) if self.sched else {}
+        if not self.sched: return {}
+        return self.sched.state_dict()|dict(n_made_for=self.n_made_for, n_batches=self.n_batches, behind=self.behind)
 
     def load_state_dict(self, state):
         "Load a result of `state_dict` into this fit, whose epochs may have more or fewer batches"
         state = {**state}
-        self.n_made_for = state.pop('n_made_for', None) or self.n_batches
-        self.behind = 0
+        made_for,n_before = state.pop('n_made_for', None),state.pop('n_batches', None)
+        behind = state.pop('behind', 0)
+        self.n_made_for = made_for if made_for and self.n_batches else self.n_batches
+        self.behind = behind if n_before==self.n_batches else 0
         self.sched.load_state_dict(state)
 
     @property
