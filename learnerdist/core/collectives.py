@@ -28,10 +28,7 @@ def distrib_barrier():
     "Wait until every rank has made this call. Collective; does nothing without a process group"
     if not in_group(): return
     next_phase()
-    t = carried(torch.zeros(1))
-    with waits('distrib_barrier'):
-        dist.all_reduce(t, group=current_group())
-        t.item() # which waits for a device
+    with waits('distrib_barrier'): gather_alike(torch.zeros(1)) # which waits for a device
 
 def all_sum(
     t:Tensor # Any shape; shape and dtype are the same on every rank
@@ -71,15 +68,13 @@ def _is_away(t):
 def gather_objects(
     o, # Any object that pickles; it may differ between ranks
     dst:int=None # The only rank that gets them; None: every rank
-)->list: # One object for each rank; the same list on every rank
+)->list: # One object for each rank; the same list on every rank. With `dst`: of None on the others
     """The objects of all ranks in rank order, on every rank (an all-gather), or on one; tensors of a device arrive on
     the CPU. Collective; `[o]` without a process group"""
     if (n := group_size())<2: return [o]
-    res,o = [None]*n,to_host(o)
-    with waits('gather_objects'):
-        if dst is None: dist.all_gather_object(res, o, group=current_group())
-        else: dist.gather_object(o, res if group_rank()==dst else None, dst, group=current_group())
-    return res
+    pickled = bytearray(pickle.dumps(to_host(o)))
+    with waits('gather_objects'): rows = gather_rows(torch.frombuffer(pickled, dtype=torch.uint8), dst)
+    return [None]*n if rows is None else [pickle.loads(row.numpy().tobytes()) for row in rows]
 
 def broadcast_object(
     o,    # Any object that pickles; only rank 0's is used
@@ -91,32 +86,47 @@ def broadcast_object(
     return res[0]
 
 # %% ../../nbs/core/02_collectives.ipynb #c010
-# gloo carries none of these
-_wider = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-
 def gather_alike(t:Tensor)->list:
     "The tensors of all ranks, in rank order, on every rank. Collective. t: of the same shape and dtype on all"
     if group_size()<2: return [t]
-    sent = carried(t)
-    res = [torch.empty_like(sent) for _ in range(group_size())]
-    dist.all_gather(res, sent, group=current_group())
-    return [o.to(t.device) for o in res]
+    return [o.to(t.device) for o in _gather(carried(t))]
 
+def _gather(t):
+    "As `gather_alike`, of a tensor that the group carries: by gloo in log2(W) messages of each rank"
+    n,group = group_size(),current_group()
+    if not t.numel(): return [t]*n
+    if t.device.type!='cpu' or 'cpu:gloo' not in dist.get_backend_config(group):
+        res = [torch.empty_like(t) for _ in range(n)]
+        dist.all_gather(res, t, group=group)
+        return res
+    me = group_rank()
+    held = t.new_empty(n, *t.shape) # of this rank, the next one, …
+    held[0] = t.detach()
+    have = 1
+    while have<n:
+        more = min(have, n-have)
+        sent = dist.isend(held[:more], (me-have)%n, group=group, tag=_tag)
+        dist.recv(held[have:have+more], (me+have)%n, group=group, tag=_tag)
+        sent.wait()
+        have += more
+    return [held[(r-me)%n] for r in range(n)]
+
+_tag = 7919 # Which messages of a user's own do not have
+
+# %% ../../nbs/core/02_collectives.ipynb #c010b
 def gather_rows(t:Tensor, dst:int=None)->list:
     """The rows of all ranks, in rank order. Collective. t: (rows,…): each rank may have any number of rows, also 0;
     the other dimensions and the dtype are the same on all; dst: the only rank that gets the rows; None: every rank;
     returns: one tensor for each rank, on `t`'s device; None on ranks other than `dst`"""
     if group_size()<2: return [t]
-    sizes = gather_objects(len(t))
-    wide = t.to(_wider.get(t.dtype, t.dtype))
-    rest = wide.new_zeros(max(sizes)-len(t), *t.shape[1:])
-    full = carried(torch.cat([wide,rest]))
-    wanted = dst in (None, group_rank())
-    outs = [torch.empty_like(full) for _ in sizes] if wanted else None
-    # our groups hold all ranks, in their order
-    if dst is None: dist.all_gather(outs, full, group=current_group())
-    else: dist.gather(full, outs, dst, group=current_group())
-    return [o[:n].to(t.device, t.dtype) for o,n in zip(outs, sizes)] if wanted else None
+    sizes = [int(o) for o in gather_alike(torch.tensor(len(t)))]
+    full = torch.cat([t, t.new_zeros(max(sizes)-len(t), *t.shape[1:])])
+    sent = carried(full.reshape(-1).view(torch.uint8)) # gloo lacks some dtypes
+    if dst is None: outs = _gather(sent)
+    else:
+        outs = [torch.empty_like(sent) for _ in sizes] if group_rank()==dst else None
+        dist.gather(sent, outs, dst, group=current_group()) # our groups hold all ranks, in their order
+    return outs and [o.to(t.device).view(t.dtype).reshape(full.shape)[:n] for o,n in zip(outs, sizes)]
 
 # %% ../../nbs/core/02_collectives.ipynb #same2
 def gather_same(o, exchange=None)->list:

@@ -6,10 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c002
-import pickle,torch
+import torch
 from contextlib import ExitStack,contextmanager,nullcontext
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from torch import Tensor
 
 from ..core.collectives import gather_objects,gather_rows
@@ -145,11 +146,8 @@ def _exchanged(own, at, n, shape, dtype, cls, dst):
 def _pickled(own, ks, dst):
     "Parts that do not fit one tensor, sent as objects"
     if group_size()<2: return own
-    data = bytearray(pickle.dumps([*zip(ks, own)]))
-    sent = gather_rows(torch.frombuffer(data, dtype=torch.uint8), dst)
-    of_batch,found = {},[]
-    for t in sent or (): found += pickle.loads(t.numpy().tobytes())
-    for k,o in sorted(found, key=lambda o: o[0]): of_batch.setdefault(k, []).append(o)
+    of_batch,sent = {},gather_objects([*zip(ks, own)], dst)
+    for k,o in sorted(chain(*filter(None, sent)), key=itemgetter(0)): of_batch.setdefault(k, []).append(o)
     return [taking_turns(os) for os in of_batch.values()]
 
 def taking_turns(parts:list):
