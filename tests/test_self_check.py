@@ -309,19 +309,21 @@ class TrainGen(Callback):
         average_grads(m.gen.parameters())
         self.opt_gen.step()
         self.opt_gen.zero_grad()
-def both(event): return fitted(lambda: learner(Both(), cbs=TrainGen(event)))
+def both(event, **ctx): return fitted(lambda: learner(Both(), cbs=TrainGen(event)), **ctx)
 
 def unused():
-    return fitted(idle),skips(),skips(find_unused_parameters=True),skips(3),*map(both, ('before_batch','after_loss','after_step'))
+    expects = dict(find_unused_parameters=True)
+    return fitted(idle),skips(),skips(**expects),skips(3),both('after_loss', **expects),*map(both, ('before_batch','after_loss','after_step'))
 def skips_last(): return skips(3)
 
 def test_unused_parameters():
     """Named, also where a callback trains them; an error with its remedy if a later batch is the first that does not use
     some, and the run of one process with it"""
-    (want,_),(later,_),_,_,*gans = run_ranks(unused, 1)[0]
+    (want,_),(later,_),_,_,(gan,_),*gans = run_ranks(unused, 1)[0]
     ranks = run_ranks(unused, 2)
     of_three = [o for o,_ in run_ranks(skips_last, 3)]
-    for r,((w,messages),(failed,_),(remedied,_),(last,_),*found) in enumerate(ranks):
+    for r,((w,messages),(failed,_),(remedied,_),(last,_),(expected,silent),*found) in enumerate(ranks):
+        assert (expected-gan).abs().max()<1e-9 and not silent
         for (a,_),(b,said) in zip(gans, found): assert (a-b).abs().max()<1e-9 and len(said)==(r==0)
         assert (w-want).abs().max()<1e-9 and (remedied-later).abs().max()<1e-9
         for o in (failed,last,*of_three): # in the last one DDP has no next forward pass that would say so

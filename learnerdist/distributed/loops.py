@@ -433,7 +433,7 @@ class TrainingLoop(Loop):
             learn.loss_grad = learn.loss_grad*0
             step.handles = [p.register_hook(_finite) for p in self.engine.all_params() if p.requires_grad]
         if not step.is_last: return
-        if self.replica: self.replica.begin_last(step.grads.pending if step.grads else ())
+        if self.replica: self.replica.begin_last(learn.loss_grad, step.grads.pending if step.grads else ())
         step.sends = self.links is not None and (self.by_parts or self.group.is_last)
         own = self.part.weight
         if len(step.parts)>1: own = step.weights()

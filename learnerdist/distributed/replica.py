@@ -350,7 +350,7 @@ class Trained(ABC):
     model = None # The user's
     copies = 1   # By how many an exchange divides the sum over ranks
     meets = False # Whether ranks exchange a message in each backward pass with an exchange, see `SharedMean`
-    may_find_unused = False # Whether unused parameters would end the run, and the user has set no option for them
+    may_find_unused = False # Whether unused parameters are to be found, and set aside
     @abstractmethod
     def __call__(self, *xb, **kw):
         "The forward pass of the model"
@@ -367,8 +367,9 @@ class Trained(ABC):
     def take(self)->dict:
         "The gradients so far, of one part or several; the parameters have none afterwards"
     @abstractmethod
-    def begin_last(self, pending:list):
-        "Before the last backward pass of a step. pending: gradients of this rank's earlier parts, see `Tree`"
+    def begin_last(self, loss, pending:list):
+        """Before the last backward pass of a step. loss: of which part; pending: gradients of this rank's earlier
+        parts, see `Tree`"""
     @abstractmethod
     def after_backward(self, pending=()):
         "After a backward pass with an exchange: what is outside of it is added up. Sync point"
@@ -424,8 +425,8 @@ class Replica(Trained):
             kw = dict(self.kw, device_ids=ids, process_group=current_group())
             self.ddp = DistributedDataParallel(self.model, **kw)
         self.check_reduced = getattr(self.ddp.reducer, check_reduced, int) # an older torch has none
-        # else its forward pass has to know whether it exchanges
-        self.hears_late = self.links is not None and not (self.ddp.find_unused_parameters or self.ddp.static_graph)
+        # the forward pass of a static graph has to know whether it exchanges
+        self.hears_late = self.links is not None and not self.ddp.static_graph
         if self.comm_hook: self.comm_hook(self.ddp, self.links, self.parts)
         self.meets = self.comm_hook in (_shm,_by_default) and can_share(self.ddp, self.links)
         self.set_exchange(self._sync)
@@ -451,14 +452,15 @@ class Replica(Trained):
 
     @property
     def may_find_unused(self)->bool:
-        "Whether unused parameters would end the run, and the user has set no option for them"
-        return self.ddp is not None and not {'find_unused_parameters','static_graph'} & {*self.kw}
+        "Whether unused parameters are to be found, and set aside"
+        return self.ddp is not None and not self.ddp.static_graph
 
     def set_aside(self, names, findings):
         """Add up the gradients of these parameters beside DDP, which would wait for them. Its find_unused_parameters
         fails where only a callback's backward pass reaches them, as in a GAN. Sync point"""
         self.unused += names
         self._wrap()
+        if self.kw.get('find_unused_parameters'): return # they are expected
         findings.note('unused-parameters', f'the loss does not depend on {few(names)}: {_beside_ddp}')
 
     def replace_model(self, model):
@@ -494,13 +496,13 @@ class Replica(Trained):
         for p,on in zip(self.params, self.trained[0]):
             if on and not p.requires_grad: p.grad = None
 
-    def begin_last(self, pending:list):
+    def begin_last(self, loss, pending:list):
         """Before the backward pass that exchanges gradients, the first that DDP hears of: a callback may have had its
-        own. pending: gradients of this rank's earlier parts, see `Tree`"""
+        own. loss: in which DDP looks for what is unused; pending: gradients of this rank's earlier parts, see `Tree`"""
         if self.parts: self.parts.pending = pending
         if not (self.hears_late and self._sync): return
         vars(self.ddp).update(require_backward_grad_sync=True, require_forward_param_sync=True)
-        self.ddp.reducer.prepare_for_backward([])
+        self.ddp.reducer.prepare_for_backward([loss] if self.ddp.find_unused_parameters else [])
 
     def after_backward(self, pending=()):
         """After a backward pass with an exchange: add up gradients outside of DDP, look for missing ones. pending: as

@@ -342,7 +342,7 @@ class Sharded(Trained):
     def take(self)->dict:
         "Of the gradients of a part none: FSDP2 adds up those of this rank's pieces of the weights"
         return {}
-    def begin_last(self, pending): "Before the last backward pass of a step"
+    def begin_last(self, loss, pending): "Before the last backward pass of a step"
 
     def set_exchange(self, on:bool):
         "Each backward pass exchanges gradients: memory for whole ones is what a sharded run has not got"
