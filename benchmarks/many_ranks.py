@@ -3,32 +3,33 @@ fit, a checkpoint, a vote and `gather_objects`; and a failure until the launcher
 little. Other traffic of the loopback interface counts: `unshare -n sh -c "ip link set lo up; python many_ranks.py"` has none
 
     python benchmarks/many_ranks.py"""
-import os,resource,subprocess,sys,tempfile,time
+import os,pickle,resource,subprocess,sys,tempfile,time
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 
 import torch
 from common import main,on_ranks,peer,save_plot,table,together
 from learnerdist.all import Checkpoint,DataLoaders,Learner,gather_objects
+from learnerdist.core import collectives
 from learnerdist.core.env import group_rank,process_group
 from learnerdist.distributed.vote_links import Message,SocketLinks,cast
 from torch import nn
-from torch.distributed import distributed_c10d
 
 worlds = 2,8,16,32,48
 counts = dict(pickles=0, sent=0, sent_bytes=0)
 
 def count_calls():
     "Let unpickled objects and rows of votes be counted"
-    read,send = distributed_c10d._tensor_to_object,SocketLinks.send
-    def counted_read(*args):
+    send = SocketLinks.send
+    def counted_read(data):
         counts['pickles'] += 1
-        return read(*args)
+        return pickle.loads(data)
     def counted_send(links, n, rows):
         counts['sent'] += 1
         counts['sent_bytes'] += len(rows)
         return send(links, n, rows)
-    distributed_c10d._tensor_to_object,SocketLinks.send = counted_read,counted_send
+    collectives.pickle,SocketLinks.send = SimpleNamespace(dumps=pickle.dumps, loads=counted_read),counted_send
 
 def now():
     "What this process has used, and what all have sent over the loopback interface"
