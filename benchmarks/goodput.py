@@ -24,8 +24,8 @@ def work(rank, step):
     if rank==1 and step>=dies and not (folder/'killed').exists():
         (folder/'killed').write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
-def tick(rank, what):
-    if not rank: print(what, time.time(), file=notes)
+def tick(rank, what, share=1):
+    if not rank: print(what, time.time(), share, file=notes)
 notes = open(folder/f'{{time.time()}}.notes', 'a', buffering=1)
 torch.manual_seed(0)
 xs,valid_xs = torch.randn(n*bs*W, 32),torch.randn(20*bs, 32)
@@ -118,7 +118,7 @@ while (step := manager.current_step())<n*n_epoch:
     optimizer.step()
     if manager.current_step()==step: continue
     step = manager.current_step()
-    tick(rank, step)
+    tick(rank, step, manager.num_participants()/W)
     if step%every==0 and not rank: torch.save(dict(state(), step=step), folder/f'{step}.pt')
     if step%n==0: validate()
 manager.shutdown(wait=False)
@@ -162,16 +162,17 @@ def of_torchft(stack, args):
     group = *torchrun,'--nproc-per-node=1','--max-restarts=3'
     return [start(*group, *args, REPLICA_GROUP_ID=str(i), TORCHFT_LIGHTHOUSE=f'http://{at}', RUST_LOG='error') for i in range(2)]
 
-parts = 'launch','death to next step','cut step','steps again','checkpoints','validation','after validation','end'
+parts = 'launch','death to next step','cut step','steps again','ranks alone','checkpoints','validation','after validation','end'
 
 def accounts(folder, began, ended, every):
     """Seconds of a run, and of what, by rank 0's notes. A step that counts has the clock from the end of the step before it; one after
-    a validation, a checkpoint or the death has the median of the others, and the rest is theirs. share: of the clock, that went into
-    steps that count; even: that share if each of these had taken the median"""
+    a validation, a checkpoint or the death has the median of the others, and the rest is theirs. Steps of one rank alone count as its
+    share of the samples. share: of the clock, that went into steps that count; even: that share if each had taken the median"""
     killed,notes = float((folder/'killed').read_text()),[]
     for o in folder.glob('*.notes'): notes += [line.split() for line in o.read_text().splitlines()]
-    notes = sorted([(float(t),k) for k,t in notes])
-    gaps = [(t-before,k,last,before) for (before,last),(t,k) in zip(notes, notes[1:])]
+    notes = sorted([(float(t),k,float(share)) for k,t,share in notes])
+    of_samples = {k: share for _,k,share in notes if k!='valid'}
+    gaps = [(t-before,k,last,before) for (before,last,_),(t,k,_) in zip(notes, notes[1:])]
     step = median(gap for gap,k,last,_ in gaps if k!='valid' and last!='valid')
     res,took = dict.fromkeys(parts, 0.),{}
     def add(k, gap):
@@ -190,7 +191,10 @@ def accounts(folder, began, ended, every):
         else: add(k, gap)
     res['launch'],res['end'] = notes[0][0]-began-step,ended-notes[-1][0]
     seconds = ended-began
-    return dict(res, seconds=seconds, share=sum(took.values())/seconds, even=len(took)*step/seconds, step=step, n_steps=len(took))
+    counted = {k: of_samples[k]*gap for k,gap in took.items()}
+    res['ranks alone'] = sum(took.values())-sum(counted.values())
+    share,even = sum(counted.values())/seconds,step*sum(of_samples.values())/seconds
+    return dict(res, seconds=seconds, share=share, even=even, step=step, n_steps=len(took))
 
 def measure(quick, cases=('',)):
     seconds = 20 if quick else own_args.seconds
@@ -209,7 +213,8 @@ def measure(quick, cases=('',)):
 def report(res):
     runs = res['cases']
     head = ['','steps that count','at the median','the run, s','a step, ms',*(f'{o}, s' for o in parts)]
-    def row(o): return [f"{o['share']:.1%}",f"{o['even']:.1%}",f"{o['seconds']:.1f}",f"{1000*o['step']:.1f}",*(f'{o[p]:.2f}' for p in parts)]
+    def row(o):
+        return [f"{o['share']:.1%}",f"{o['even']:.1%}",f"{o['seconds']:.1f}",f"{1000*o['step']:.1f}",*(f'{o.get(p, 0):.2f}' for p in parts)]
     text = table(head, [[k,*row(o)] for k,o in runs.items()])
     ours,others = runs['learnerdist'],[o['share'] for k,o in runs.items() if 'learnerdist' not in k]
     lines = verdict('the rest of the clock, in %, of learnerdist', 100-100*ours['share'], 3, '{:.1f}')
@@ -222,7 +227,7 @@ def plot(res, path):
     fig,ax = plt.subplots(figsize=(8, 2.4))
     left = [0]*len(res['cases'])
     for part in parts:
-        widths = [max(100*o[part]/o['seconds'], 0) for o in res['cases'].values()]
+        widths = [max(100*o.get(part, 0)/o['seconds'], 0) for o in res['cases'].values()]
         ax.barh([*res['cases']], widths, left=left, label=part)
         left = [a+b for a,b in zip(left, widths)]
     ax.axvline(3, color='black', lw=.8, ls=':')
