@@ -56,7 +56,8 @@ def explain(code:str='')->int:
 
 # %% ../nbs/04_command.ipynb #cmd10
 _packages = 'torch torchvision fastcore fastprogress fastai numpy'.split()
-_prefixes = 'CUDA_VISIBLE','GLOO_','LEARNERDIST_','LOCAL_','MASTER_','NCCL_','OMP_NUM','RANK','SLURM_N','WORLD_SIZE'
+_prefixes = """CUDA_VISIBLE GLOO_ LEARNERDIST_ LOCAL_ MASTER_ NCCL_ OMP_NUM RANK SLURM_N
+WORLD_SIZE""".split()
 
 def versions()->str:
     found = [f'learnerdist {learnerdist.__version__}',f'Python {platform.python_version()}']
@@ -80,7 +81,8 @@ def shared_memory()->str:
     at = '/dev/shm'
     size = shutil.disk_usage(at)
     if not os.access(at, os.W_OK): raise PermissionError(f'{at} cannot be written')
-    if size.free < 64<<20: raise OSError(f'{at} has {size.free>>20} MiB free: in a container, give more (--shm-size)')
+    remedy = 'in a container, give more (--shm-size)'
+    if size.free < 64<<20: raise OSError(f'{at} has {size.free>>20} MiB free: {remedy}')
     return f'{size.free>>20} of {size.total>>20} MiB free'
 
 def ports()->str:
@@ -91,8 +93,8 @@ def ports()->str:
     return f'port {port} answers at localhost and {socket.gethostname()}'
 
 def variables()->str:
-    found = [f'{k}={v}' for k,v in sorted(os.environ.items()) if k.startswith(_prefixes)]
-    return ', '.join(found) or 'none'
+    known = tuple(_prefixes)
+    return ', '.join(f'{k}={v}' for k,v in sorted(os.environ.items()) if k.startswith(known)) or 'none'
 
 def hello()->str:
     start = time.monotonic()
@@ -122,7 +124,7 @@ def doctor()->int:
     return status
 
 # %% ../nbs/04_command.ipynb #cmd15
-_modules = dict(launch='learnerdist.launch.cli', verify='learnerdist.verify', plan='learnerdist.plan')
+_modules = {o: f'learnerdist.{o}' for o in ('launch','verify','plan')}
 _own = dict(doctor=doctor, explain=explain)
 
 def main(
@@ -148,7 +150,7 @@ def main(
     if name in ('-h','--help'):
         print(usage)
         return 0
-    near = get_close_matches(name, [*_modules,*_own], 1)
-    print(f"learnerdist {' '.join(args)}: no such command", *near, sep=', did you mean ', file=sys.stderr)
-    print(usage, file=sys.stderr)
+    text = f"learnerdist {' '.join(args)}: no such command"
+    for o in get_close_matches(name, [*_modules,*_own], 1): text += f', did you mean {o}'
+    print(text, usage, sep='\n', file=sys.stderr)
     return 2

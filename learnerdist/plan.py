@@ -41,7 +41,8 @@ class Traffic(TorchDispatchMode):
         if where!='c10d': return res
         kind = next((k for k in _kinds if k.replace('-', '') in name.replace('_', '')), name)
         self.calls[kind] += 1
-        self.n_bytes[kind] += max(sum(t.nbytes for t in tree_leaves(o) if isinstance(t, Tensor)) for o in args)
+        sizes = [size_of(tree_leaves(o), 1).whole for o in args]
+        self.n_bytes[kind] += max(sizes)
         # the fake group leaves this rank's own: the sum over ranks like it
         if kind=='all-reduce':
             for t in args[0]: t.mul_(dist.get_world_size())
@@ -139,7 +140,8 @@ class Plan(NamedTuple):
         W = self.ranks
         n = self.samples
         total = self.n_total
-        rows = [('samples',f'{n:,} in a step, {n*W:,} on all ranks; {self.batches} batches a step')]
+        step = f'{n:,} in a step, {n*W:,} on all ranks; {self.batches} batches a step'
+        rows = [('samples',step)]
         if self.steps: rows.append(('',f'{self.steps:,} steps an epoch'))
         if total and total%(n*W): rows.append(('',f'of {total:,}, the last step has {total%(n*W):,}'))
         memory = self.memory|{'in all': Size(*map(sum, zip(*self.memory.values())))}
@@ -195,7 +197,8 @@ def main(args:list|None=None)->int:
     "The command line `python -m learnerdist.plan`. args: of the process, if None are given; returns: exit status"
     p = argparse.ArgumentParser('learnerdist.plan', description=plan.__doc__, allow_abbrev=False)
     p.add_argument('ranks', type=int)
-    p.add_argument('target', nargs=argparse.REMAINDER, help='script.py, or -m module; its arguments')
+    how = 'script.py, or -m module; its arguments'
+    p.add_argument('target', nargs=argparse.REMAINDER, help=how)
     o = p.parse_args(args)
     print(plan(run_target, o.ranks, o.target))
     return 0

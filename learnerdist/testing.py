@@ -26,4 +26,4 @@ def run_ranks(
     **kwargs
 )->list:                   # The result of `func` on each rank, in rank order
     "Run `func` on `world_size` processes of this machine, and return their results. `RanksError` if a rank fails"
-    return call_on_ranks(func, world_size, args, kwargs, timeout_s, errors=errors, env=env)
+    return call_on_ranks(func, world_size, args, kwargs, env, timeout_s=timeout_s, errors=errors)

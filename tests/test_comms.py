@@ -8,7 +8,7 @@ from harness import asking
 from helpers import free_port
 from learnerdist.all import *
 from learnerdist.core.collectives import gather_rows
-from learnerdist.core.env import launch_store,wait_key
+from learnerdist.core.env import shared_store,wait_key
 from learnerdist.testing import run_ranks
 
 def rank_collectives():
@@ -84,11 +84,11 @@ def test_rank_0_first_then_the_others_together(found):
 
 def dawdle():
     "Rank 2 gives the others a second to return before it has"
-    if rank_distrib()==2: return wait_key(launch_store(), 'returned', 1)
+    if rank_distrib()==2: return wait_key(shared_store(), 'returned', 1)
 
 def rank_waits(W, rank, path):
     early = rank0_first(dawdle)
-    launch_store().set('returned', 'yes')
+    shared_store().set('returned', 'yes')
     return early
 
 def test_nobody_returns_before_all_are_done(found): assert found(rank_waits, 3)==[None]*3

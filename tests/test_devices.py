@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from learnerdist.all import *
 from learnerdist.core import compat
-from learnerdist.core.env import in_group,launch_store,wait_key
+from learnerdist.core.env import in_group,shared_store,wait_key
 from learnerdist.core.random import rng_state,seed_streams,set_rng_state
 from learnerdist.data.loaders import to_device
 from learnerdist.launch.cli import _choose_gpus
@@ -141,17 +141,17 @@ class Hangs(Callback):
     def after_pred(self):
         if self.train_iter!=1: return
         if rank_distrib()==1:
-            launch_store().set('hangs', 'yes')
-            wait_key(launch_store(), 'reported 1', 60)
+            shared_store().set('hangs', 'yes')
+            wait_key(shared_store(), 'reported 1', 60)
         else:
-            wait_key(launch_store(), 'hangs', 60)
+            wait_key(shared_store(), 'hangs', 60)
             raise dist.DistBackendError('NCCL communicator was aborted on rank 0.')
 
 def ends(*cbs):
     try:
         with make(table['plain'], 2).distrib_ctx(seed=3) as learn, learn.no_logging(): learn.fit(2, cbs=cbs)
     except Exception as e: return type(e).__name__,str(e)
-    finally: launch_store().set(f'reported {len(cbs)}', 'yes')
+    finally: shared_store().set(f'reported {len(cbs)}', 'yes')
 
 def rank_waits():
     seen,real,abort = [],dist.init_process_group,dist.ProcessGroupGloo.abort

@@ -5,7 +5,7 @@ from learnerdist.core import hosts
 from learnerdist.core.collectives import all_sum
 from learnerdist.core.files import memory, own_folder
 import learnerdist.core.env as env
-from learnerdist.core.env import (close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0, launch_store,
+from learnerdist.core.env import (close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0, shared_store,
                              local_rank,
                              local_size, num_distrib, process_group, rank_distrib, setup_distrib, teardown_distrib)
 from learnerdist.distributed.failure import failing_together
@@ -178,10 +178,10 @@ def test_ranks_that_contradict(kw, words):
 
 def test_the_store_cannot_be_opened(monkeypatch, taken_port):
     launched(monkeypatch, RANK='0', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=taken_port)
-    with pytest.raises(dist.DistNetworkError, match='rank 0 cannot listen: is there another rank 0, or is the port taken'): launch_store()
+    with pytest.raises(dist.DistNetworkError, match='rank 0 cannot listen: is there another rank 0, or is the port taken'): shared_store()
     launched(monkeypatch, RANK='1', MASTER_PORT=str(free_port()))
     words = r'rank 1 cannot reach rank 0: MASTER_ADDR:MASTER_PORT=127.0.0.1:\d+'
-    with pytest.raises(dist.DistNetworkError, match=words): launch_store(timeout_s=1)
+    with pytest.raises(dist.DistNetworkError, match=words): shared_store(timeout_s=1)
 
 @pytest.mark.parametrize('kw', [ # salloc, a batch script, an interactive step
     dict(SLURM_NTASKS='2', SLURM_NNODES='1'), dict(SLURM_NNODES='2'), dict(step, ENVIRONMENT='BATCH', SLURM_STEP_ID=''),
@@ -221,10 +221,10 @@ def rank_waits():
     say = env._print_once
     def messages(*args):
         say(*args)
-        launch_store().set('messages', 'yes')
+        shared_store().set('messages', 'yes')
     env._print_once = messages
     with process_group():
-        if rank_distrib()==1: assert env.wait_key(launch_store(), 'messages', 60)
+        if rank_distrib()==1: assert env.wait_key(shared_store(), 'messages', 60)
         all_sum(torch.ones(1))
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from test_no_trace import changes, snapshot
 
 from learnerdist.all import *
 from learnerdist.core import env,rank0
-from learnerdist.core.env import (close_group,current_group,group_rank,group_timeout,in_group,is_consequence,launch_store,
+from learnerdist.core.env import (close_group,current_group,group_rank,group_timeout,in_group,is_consequence,shared_store,
                                   setup_distrib,wait_key)
 from learnerdist.core.stacks import report_folder
 from learnerdist.launch.watch import explain
@@ -36,7 +36,7 @@ rounds = itertools.count()
 
 def all_out():
     "Whether every rank has left the context of this round; this one stays alive meanwhile, with its exception and all that it holds"
-    store,k = launch_store(),next(rounds)
+    store,k = shared_store(),next(rounds)
     store.set(f'out/{k}/{rank_distrib()}', 'yes')
     return all(wait_key(store, f'out/{k}/{r}', 60) for r in range(num_distrib()))
 
@@ -91,7 +91,7 @@ def one_after_the_other():
     "Rank 1 fails; then rank 2, which has not heard of it; then rank 0 finds its peers gone"
     class InTurn(Callback):
         def after_loss(self):
-            r,store = group_rank(),launch_store()
+            r,store = group_rank(),shared_store()
             store.set(f'after its loss {r}', 'yes')
             for o in ('after its loss 0','after its loss 2'): store.get(o) # else one of them would fail within the forward pass
             if r!=1: store.get(f'out of the context {dict([(2,1), (0,2)])[r]}') # `wait_key` would hear of the failure
@@ -100,7 +100,7 @@ def one_after_the_other():
     try:
         with learn.distrib_ctx(): learn.fit(1, cbs=InTurn)
     except Exception as e:
-        launch_store().set(f'out of the context {rank_distrib()}', 'yes')
+        shared_store().set(f'out of the context {rank_distrib()}', 'yes')
         return type(e).__name__,getattr(e, 'rank', None),str(e).splitlines()[0]
 
 def test_the_first_of_two_failures_is_the_one_that_others_hear_of():
@@ -255,8 +255,8 @@ def within_short_patience():
         dist.barrier()
         with process_group(timeout_s=4):
             if group_rank()==0: res['failed'] = raised(lambda: dist.all_reduce(torch.ones(1), group=current_group())) is not None
-            else: wait_key(launch_store(), 'heard', 60)
-        launch_store().set('heard', 'yes')
+            else: wait_key(shared_store(), 'heard', 60)
+        shared_store().set('heard', 'yes')
     return res
 
 def test_timeout_within_a_group():
@@ -278,7 +278,7 @@ def test_groups_of_a_failed_rank_are_aborted(monkeypatch):
 
 def rank_reads_files(path):
     "Rank 0, which alone writes, does so when the others are at the end of the context"
-    learn,whole,store = make(path=path),rank0.written,launch_store()
+    learn,whole,store = make(path=path),rank0.written,shared_store()
     def late(p):
         assert all(wait_key(store, f'ahead/{r}', 60) for r in (1,2))
         return whole(p)

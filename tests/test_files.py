@@ -291,10 +291,10 @@ def rank_late(path):
     learn,messages,say = make(path),io.StringIO(),env._print_once
     def noted(*args):
         say(*args)
-        env.launch_store().set('messages', 'yes')
+        env.shared_store().set('messages', 'yes')
     env._print_once = noted
     learn.save('a')
-    if rank_distrib()==0: assert env.wait_key(env.launch_store(), 'messages', 60)
+    if rank_distrib()==0: assert env.wait_key(env.shared_store(), 'messages', 60)
     with contextlib.redirect_stderr(messages): learn.load('a')
     return messages.getvalue()
 

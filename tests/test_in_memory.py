@@ -1,6 +1,6 @@
 "States in the launcher's folder in memory: ranks are killed and started again, and the run is the one that nobody disturbed"
 import torch # first, so that the launcher's ranks are forks, as those of a user's script
-import functools,gc,json,os,signal,subprocess,sys,time
+import errno,functools,gc,json,os,signal,subprocess,sys,time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from learnerdist.core.files import launch_folder
@@ -136,9 +136,11 @@ def test_a_signal_in_the_last_step_leaves_a_file(tmp_path):
     assert [o.name for o in snapshots(tmp_path/'ckpt')]==['epoch_0001-step_00000009']
 
 def test_no_room(tmp_path, monkeypatch):
-    monkeypatch.setattr('learnerdist.checkpoint.where.free_bytes', lambda path: 2**10)
-    with launch_folder(), pytest.raises(MemoryError, match=r'0 MB of memory for a state: 0 MB are free'):
+    def full(*args): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr('learnerdist.checkpoint.snapshot.save_sealed', full)
+    with launch_folder() as path, pytest.raises(OSError, match='No space left on device: the checkpoint was not written') as e:
         run_alone(tmp_path, every=1, in_memory=True)
+    assert e.value.filename.startswith(str(path))
 
 def test_options(tmp_path):
     for o in (0,-1,'10',1.5):

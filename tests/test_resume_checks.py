@@ -118,17 +118,6 @@ def test_ctrl_c_while_the_end_waits_for_a_checkpoint(tmp_path):
     with pytest.raises(KeyboardInterrupt): fit(tmp_path, cbs=[Interrupts()])
     assert signal.getsignal(signal.SIGTERM) is before and not (tmp_path/'ckpt/.lock').exists()
 
-def test_runs_that_were_copied_together(tmp_path):
-    "The one that wrote last is meant; the other one's checkpoints are neither restored nor removed"
-    fit(tmp_path/'old', 9)
-    fit(tmp_path/'new', 2, stop=7, every=2)
-    for o in snapshots(tmp_path/'old/ckpt')[-2:]: shutil.copytree(o, tmp_path/'new/ckpt'/o.name)
-    learn = learner(tmp_path/'new')
-    learn.fit(2, cbs=Checkpoint('ckpt', keep=1), resume=True)
-    assert 'in epoch 1 after step 6' in messages(learn)[0]
-    assert names(tmp_path/'new')==['epoch_0002-step_00000010','epoch_0008-step_00000040','epoch_0009-step_00000045']
-    assert same(learn, fit(tmp_path/'whole', 2))
-
 # --- what is warned of -----------------------------------------------------------------------------------------------------------
 
 def lines_of_ranks(path):

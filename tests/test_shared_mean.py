@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, process_group
 from learnerdist.core.collectives import gather_rows
-from learnerdist.core.env import group_rank,group_size,launch_store,wait_key
+from learnerdist.core.env import group_rank,group_size,shared_store,wait_key
 from learnerdist.distributed.replica import find_hook
 from learnerdist.distributed import replica
 from learnerdist.distributed.vote_links import GlooLinks,open_links
@@ -103,7 +103,7 @@ class Fail(Callback):
     def fail(self, g):
         if self.how=='raise': raise KeyError('in a hook')
         if self.how=='kill': os.kill(os.getpid(), signal.SIGKILL)
-        wait_key(launch_store(), 'ended', 30)
+        wait_key(shared_store(), 'ended', 30)
 
 def rank_fails(how):
     x = torch.randn(40, 4)
@@ -113,7 +113,7 @@ def rank_fails(how):
     try:
         with learn.distrib_ctx(bucket_cap_mb=.001, comm_hook='shm'): learn.fit(1, cbs=Fail(how))
     except Exception as e:
-        if group_rank()==0: launch_store().set('ended', 'yes')
+        if group_rank()==0: shared_store().set('ended', 'yes')
         return type(e).__name__,str(e)
 
 def memory_files(): # not the folders of launchers that other tests have started

@@ -20,7 +20,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root/'tests'))
-from learnerdist.core.env import in_group,launch_store,new_launch,num_distrib,rank_distrib,record_exit,teardown_distrib
+from learnerdist.core.env import in_group,shared_store,new_launch,num_distrib,rank_distrib,record_exit,teardown_distrib
 from learnerdist.testing import RanksError,run_ranks
 
 ways = dict(plain=1, context=1, ranks=2) # processes
@@ -132,7 +132,7 @@ def end_cell(folder, i, res):
     files = [Path(folder)/f'outcome-{i}-{r}' for r in range(max(num_distrib(), 1))]
     tmp = Path(folder)/f'tmp-{rank_distrib()}'
     let_next_begin()
-    if len(files)>1 and not in_group(): record_exit(launch_store(), rank_distrib(), 'has ended this cell')
+    if len(files)>1 and not in_group(): record_exit(shared_store(), rank_distrib(), 'has ended this cell')
     tmp.write_text(res)
     tmp.rename(files[rank_distrib()])
     while not all(o.exists() for o in files): time.sleep(.01)

@@ -38,7 +38,8 @@ def packed(o, at:str):
     if t is list and {*map(type, o)}=={float}: return dict(__type__='floats', items=torch.tensor(o, dtype=torch.double))
     if t in (list,tuple) and not are_plain(o): return t(packed(v, f'{at}/{i}') for i,v in enumerate(o))
     if isinstance(o, (dict,list,tuple)) and t not in (list,tuple,L):
-        raise ValueError(f'{at}: a {t.__name__} would come back as another type: keep a dict, a list or a tuple')
+        why = f'{at}: a {t.__name__} would come back as another type'
+        raise ValueError(f'{why}: keep a dict, a list or a tuple')
     return to_plain(o, at)
 
 def unpacked(o):
@@ -50,7 +51,8 @@ def unpacked(o):
     if kind: return _kinds[kind](dict(map(tuple, unpacked(o['items']))))
     if isinstance(o, dict): return {k: unpacked(v) for k,v in o.items()}
     if isinstance(o, torch.Tensor): return o.clone()
-    return type(o)(map(unpacked, o)) if isinstance(o, (list,tuple)) and not are_plain(o) else copy(o)
+    if isinstance(o, (list,tuple)) and not are_plain(o): return type(o)(map(unpacked, o))
+    return copy(o)
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c005
 def _keyed(cbs):
@@ -100,7 +102,8 @@ def state_of_rank(cbs, states:list, rank:int, adds_up:bool)->dict:
     for k,state in states[0].items():
         res[k] = {}
         for name in state:
-            parts = [o[k][name] for o in states if k in o] # rank 0 may have more callbacks than the others
+            # rank 0 may have more callbacks than the others
+            parts = [o[k][name] for o in states if k in o]
             whole = add_totals(parts, adds_up and totals.get(k)==name)
             res[k][name] = torch.zeros_like(whole) if rank else whole
     return res
@@ -110,9 +113,12 @@ def check_model(model:torch.nn.Module, state:dict, source):
     "Raise ValueError if names or shapes differ, before anything is loaded"
     def shapes(state): return {k:tuple(v.shape) for k,v in state.items() if isinstance(v, torch.Tensor)}
     own,other = shapes(model.state_dict()),shapes(state)
-    bad = [k for k in own|other if own.get(k)!=other.get(k)]
-    lines = [f'{k}: {other.get(k, "missing")} in the checkpoint, {own.get(k, "missing")} here' for k in bad]
-    if lines: raise ValueError(f'{source} is of another model. {"; ".join(lines[:5])}{"; …" if len(lines)>5 else ""}')
+    found = []
+    for k in own|other:
+        a,b = other.get(k, 'missing'),own.get(k, 'missing')
+        if a!=b: found.append(f'{k}: {a} in the checkpoint, {b} here')
+    if len(found)>5: found[5:] = ['…']
+    need(not found, f'{source} is of another model. {"; ".join(found)}')
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #cks02
 def horizons(cbs)->dict:
@@ -122,16 +128,21 @@ def horizons(cbs)->dict:
 
 def config_changes(old:dict, new:dict)->list:
     "Texts on the differences of two `run_config`, except values that `check_run` checks"
-    names = [k for k in {**old,**new} if k not in ('schedule','n_epoch') and old.get(k)!=new.get(k)]
-    return [f'{k} {old.get(k)} then, {new.get(k)} now' for k in names]
+    res = []
+    for k in {**old,**new}:
+        a,b = old.get(k),new.get(k)
+        if a!=b and k not in ('schedule','n_epoch'): res.append(f'{k} {a} then, {b} now')
+    return res
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #cks05
 def check_run(old:dict, new:dict, at:dict, fit:int, src):
     """Raise ValueError if the fit number `fit` of this learner, with the configuration `new`, cannot go on from the
     checkpoint `src` at the position `at`, before anything is loaded"""
     # with other global batches it goes on at the same part of the fit
-    may_scale = at['n_epoch']==new['n_epoch'] and any(old.get(k)!=new.get(k) for k in ('batch_size','samples'))
-    bad = [k for k,v in old['schedule'].items() if new['schedule'].get(k, v)!=v and not may_scale]
+    sizes = [(o.get('batch_size'),o.get('samples')) for o in (old,new)]
+    may_scale = at['n_epoch']==new['n_epoch'] and sizes[0]!=sizes[1]
+    now = {} if may_scale else new['schedule']
+    bad = [k for k,v in old['schedule'].items() if now.get(k, v)!=v]
     why = None
     if at['fit']!=fit:
         why = f'of fit number {at["fit"]+1} of its script, and this is number {fit+1}: give each another folder'
@@ -140,12 +151,13 @@ def check_run(old:dict, new:dict, at:dict, fit:int, src):
     elif old['optimizer']!=new['optimizer']:
         why = f'with the state of {old["optimizer"]}, and this fit uses {new["optimizer"]}'
     elif at['phase']=='train' and old['samples']!=new['samples']:
-        why = (f'in the midst of an epoch of {old["samples"]} samples, and the data set has {new["samples"]} now: '
-               'give the same data, or a checkpoint between two epochs')
+        why = f'in the midst of an epoch of {old["samples"]} samples, and the data set has {new["samples"]}'
+        why += ' now: give the same data, or a checkpoint between two epochs'
     elif bad:
-        why = (f'with a {bad[0]} for {_counts(old, bad[0])}, and that of this fit is for {_counts(new, bad[0])}. '
-               f'{"; ".join(config_changes(old, new))}. Give as many epochs as then, and the same global batch size '
-               '(split_batches=True), or begin another fit after learn.load(folder)')
+        k = bad[0]
+        why = f'with a {k} for {_counts(old, k)}, and that of this fit is for {_counts(new, k)}. '
+        why += f'{"; ".join(config_changes(old, new))}. Give as many epochs as then, and the same global '
+        why += 'batch size (split_batches=True), or begin another fit after learn.load(folder)'
     need(why is None, f'{src} is {why}')
 
 def _counts(config, k): return ', '.join(f'{name}={n}' for name,n in config['schedule'][k])

@@ -9,6 +9,7 @@ __all__ = ['Preempted', 'Checkpoint']
 import os,secrets,signal,threading,time
 from contextlib import ExitStack,contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import PurePath
 
 import torch
@@ -19,6 +20,7 @@ from ..learner.finder import finder_skips
 from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
 from ..core.env import count,group_rank,group_size,is_rank0
 from ..core.files import shrinks
+from ..core.random import seed_streams
 from ..core.remote import Remote,as_path
 from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_position,split_rows
 from ..core.stacks import need,preempted_status,warn
@@ -29,7 +31,7 @@ from ..learner.losses import loss_over
 from ..learner.techniques import trained_weights
 from .callback_state import check_model,check_run,config_changes,load_states
 from .callback_state import horizons,packed,state_of_rank,settle,states_of,unpacked
-from .position import PlacedLoader,Seeds,go_back,place_in_epoch,set_streams,streams_now
+from .position import PlacedLoader,go_back,place_in_epoch,set_streams,streams_now
 from .position import between_epochs,end,validation
 from .snapshot import Found,Writers,on_cpu,to_plain
 from .where import Files,RankPart,open_memory
@@ -48,10 +50,12 @@ class Preempted(SystemExit):
 def check_options(path, every, keep, background, signals, in_memory):
     "Raise ValueError unless `every` is 'epoch', a number of steps or a time, and signals are ones that can be handled"
     def is_count(o): return isinstance(o, int) and not isinstance(o, bool) and o>0
-    need(isinstance(path, (str,os.PathLike)), "give a folder, or an address such as 's3://bucket/run'", path=path)
+    is_path = isinstance(path, (str,os.PathLike))
+    is_time = isinstance(every, timedelta) and every>timedelta()
+    need(is_path, "give a folder, or an address such as 's3://bucket/run'", path=path)
     need(background in (True,False), 'give True or False', background=background)
-    known = every=='epoch' or is_count(every) or isinstance(every, timedelta) and every>timedelta()
-    need(known, "give 'epoch', a number of steps, or a time as in timedelta(minutes=10)", every=every)
+    remedy = "give 'epoch', a number of steps, or a time as in timedelta(minutes=10)"
+    need(every=='epoch' or is_count(every) or is_time, remedy, every=every)
     need(is_count(keep), 'give the number of checkpoints to keep, from 1 up', keep=keep)
     known = isinstance(in_memory, bool) or is_count(in_memory)
     need(known, 'give True, or a number of steps from 1 up', in_memory=in_memory)
@@ -92,7 +96,8 @@ class Requests:
 class When:
     "When states of a fit are saved. All ranks call this at the same points"
     def __init__(self, plan:dict, signals):
-        self.plan = plan # By where a state goes ('files', 'memory'): 'epoch', a number of steps, or a time
+        # by where a state goes ('files', 'memory'): 'epoch', a number of steps, or a time
+        self.plan = plan
         self.due = set() # Where one is to go at the next common point
         self.stopping = False # Whether the run ends then
         self.requests = Requests(signals)
@@ -101,7 +106,8 @@ class When:
     def at_epoch(self): self.due |= {k for k,every in self.plan.items() if every=='epoch'}
     def after_step(self, n:int):
         "After the step number `n` of the fit"
-        self.due |= {k for k,every in self.plan.items() if isinstance(every, int) and n%every==0}
+        for k,every in self.plan.items():
+            if isinstance(every, int) and n%every==0: self.due.add(k)
 
     def at_end(self, is_saved:bool):
         first = 'files' if self.stopping else next(iter(self.plan))
@@ -109,14 +115,18 @@ class When:
 
     def wishes(self)->tuple:
         "Whether this rank requests a state, and whether it requests to stop after it; part of each vote"
-        times = [o for o in self.plan.values() if isinstance(o, timedelta)]
-        is_due = is_rank0() and any(time.monotonic()-self.clock>=o.total_seconds() for o in times)
-        return is_due,self.requests.got is not None
+        is_due = is_rank0() and self._timed(time.monotonic()-self.clock)
+        return bool(is_due),self.requests.got is not None
+
+    def _timed(self, waited_s=float('inf')):
+        "Where states are due so many seconds after the last request for a time"
+        times = {k: o.total_seconds() for k,o in self.plan.items() if isinstance(o, timedelta)}
+        return {k for k,s in times.items() if waited_s>=s}
 
     def receive(self, save:bool, stop:bool):
         "Take the requests of all ranks, after the same batch on each"
         if save or stop: self.clock = time.monotonic()
-        if save: self.due |= {k for k,every in self.plan.items() if isinstance(every, timedelta)}
+        if save: self.due |= self._timed()
         if stop: self.due.add('files')
         self.stopping = self.stopping or stop
 
@@ -128,22 +138,22 @@ class FitState:
         self.model = get_model(learn.model)
         self.many = trainer is not None and group_size()>1
         self.world,self.rank = (group_size(),group_rank()) if self.many else (1,0)
-        ids = secrets.token_hex(4),secrets.token_hex(4)
-        # the run's; that of the states of this fit, which are counted
-        self.run_id,self.token = broadcast_object(ids) if self.many else ids
+        self.token = secrets.token_hex(4) # of the states of this fit, which are counted
+        if self.many: self.token = broadcast_object(self.token)
         self.n_states = 0
+        self.n_fit = getattr(learn, 'fits_done', 0) # Its number among the learner's, from 0
         self.config = run_config(learn, self.world)|dict(schedule=horizons(learn.cbs))
         self.loader = None # The training loader, as a `PlacedLoader`
         self.unsettled = False # Whether DDP still has its initial buckets
 
-    def seeds(self, epoch:int)->Seeds:
-        "What random streams follow from in an epoch of this fit; None if nothing is seeded, as alone"
+    def seeds(self, epoch:int):
+        "Seeds the streams of this process for a batch or a moment of an epoch; None if nothing is seeded, as alone"
         if not self.trainer or not self.trainer.opts.sample_seeds: return None
-        return Seeds(self.trainer.seed, self.trainer.epochs_before+epoch)
+        return partial(seed_streams, self.trainer.seed, self.trainer.epochs_before+epoch)
 
     def seed_moment(self, moment:int, epoch:int):
         seeds = self.seeds(epoch)
-        if seeds: seeds.set(moment)
+        if seeds: seeds(moment)
 
     def open_loader(self, dl)->PlacedLoader:
         "The loader of a training loop that begins"
@@ -158,7 +168,7 @@ class FitState:
         learn = self.learn
         ctx = self.trainer
         at = dict(phase=phase, epoch=learn.epoch+(phase=='done'), step=learn.train_iter)
-        at |= dict(pct_train=learn.pct_train, n_epoch=learn.n_epoch, fit=getattr(learn, 'fits_done', 0))
+        at |= dict(pct_train=learn.pct_train, n_epoch=learn.n_epoch, fit=self.n_fit)
         at |= dict(seed=ctx and ctx.seed, epochs_before=ctx and ctx.epochs_before, world=self.world)
         at['loss_adds_up'] = self.many and loss_over(learn).kind=='sum'
         cbs = states_of(learn.cbs, 'fit_state')
@@ -169,7 +179,8 @@ class FitState:
             at |= place_in_epoch(self.loader, learn.iter)
             own['loader'] = self.loader.state_at(learn.iter)
         if not ctx:
-            drawn = self.loader.streams_at(learn.iter) if phase=='train' else streams_now(learn.dls)
+            if phase=='train': drawn = self.loader.streams_at(learn.iter)
+            else: drawn = streams_now(learn.dls)
             own['streams'] = packed(drawn, 'streams')
         return dict(place=at, cbs=cbs, own=own)
 
@@ -182,14 +193,16 @@ class FitState:
         i,n,again = (0,1,not where.leads) if like is None else shard_position(like)
         if again: return None
         at = captured['place']
-        info = dict(run=self.run_id, epoch=at['epoch'], step=at['step'], place=at, config=self.config)
+        info = dict(epoch=at['epoch'], step=at['step'], place=at, config=self.config)
         if like is not None: info['shards'] = n
         parts = self.files(i, captured['cbs'], every)
-        return RankPart(parts, to_plain(info, 'manifest'), Writers(i, n, f'{self.token}{self.n_states:x}'))
+        writers = Writers(i, n, f'{self.token}{self.n_states:x}')
+        return RankPart(parts, to_plain(info, 'manifest'), writers)
 
     def files(self, i:int, cbs:dict, ranks:list)->dict:
         "By name, what the files hold that rank `i` writes: its rows of a sharded model; rank 0 the rest"
-        (model,opt,cbs),rows = split_rows((self.model.state_dict(),self.learn.opt.state_dict(),cbs))
+        whole = self.model.state_dict(),self.learn.opt.state_dict(),cbs
+        (model,opt,cbs),rows = split_rows(whole)
         res = {f'rows_{i}': dict(rows=rows)} if rows else {}
         if i: return res
         state = dict(opt=to_plain(opt, 'optimizer'), cbs=cbs, ranks=to_plain(ranks, 'ranks'))
@@ -199,9 +212,8 @@ class FitState:
         "Restore a state that was found, but for the position. ValueError if it is of another fit"
         at = found.info['place']
         learn = self.learn
-        self.run_id = found.info['run']
         self.source = found.folder
-        check_run(found.info['config'], self.config, at, getattr(learn, 'fits_done', 0), self.source)
+        check_run(found.info['config'], self.config, at, self.n_fit, self.source)
         model = found.parts['model']
         state = found.parts['state']
         check_model(self.model, model, self.source)
@@ -223,14 +235,15 @@ class FitState:
         if at['phase']!='train' or was_alone==(self.trainer is None): return
         was,remedy = 'in','in `distrib_ctx()`, also on one process'
         if was_alone: was,remedy = 'without','without one'
-        raise ValueError(f'{self.source} was made in mid-epoch {was} a context, which decides the order of samples: '
-                         f"fit {remedy}, or resume from the end of an epoch (every='epoch')")
+        why = f'{self.source} was made in mid-epoch {was} a context, which decides the order of samples'
+        raise ValueError(f"{why}: fit {remedy}, or resume from the end of an epoch (every='epoch')")
 
     def load_callbacks(self):
         cbs = self.learn.cbs
         lost = load_states(cbs, self.loaded['cbs'], 'fit_state')
         if not self.trainer: lost = [o for o in lost if o!='distributed_trainer'] # only a context has it
-        if lost: warn('unused-state', f'{self.source} has the state of {", ".join(lost)}, which this fit does not have')
+        text = f'{self.source} has the state of {", ".join(lost)}, which this fit does not have'
+        if lost: warn('unused-state', text)
         own = [o['cbs'] for o in self.loaded['ranks']]
         part = own[self.rank] if self.alike else state_of_rank(cbs, own, self.rank, self.adds_up)
         load_states(cbs, part, 'rank_state')
@@ -275,9 +288,11 @@ class Checkpoint(Callback):
         self.n_fits = 0 # That have ended with this callback
 
     def before_fit(self):
+        learn = self.learn
         if self.active: self.nested += 1
-        if self.active or not getattr(self.learn, 'fitting', False) or 'lr_finder' in vars(self.learn): return
-        others = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint) and not cb.implied]
+        is_fit = getattr(learn, 'fitting', False) and 'lr_finder' not in vars(learn)
+        if self.active or not is_fit: return
+        others = [cb for cb in learn.cbs if isinstance(cb, Checkpoint) and not cb.implied]
         need(len(others)<2, f'{len(others)} Checkpoints in one fit: give it one')
         if not (self.implied and others): self._begin()
 
@@ -289,10 +304,13 @@ class Checkpoint(Callback):
         if self.n_fits: folder = folder/f'fit_{self.n_fits+1}'
         self.files = Files(folder, self.keep, self.background, self.engine is not None)
         self.state,self.when = FitState(learn, trainer),When(self._plan(), self.signals)
-        self.active,self.nested = True,0 # nested: loops within this fit, such as fastai's `get_preds`
-        self.phase = None # What the fit is doing: 'epoch', 'train', 'trained', 'validate', 'validated'
+        self.active = True
+        self.nested = 0 # Loops within this fit, such as fastai's `get_preds`
+        # what the fit is doing: 'epoch', 'train', 'trained', 'validate', 'validated'
+        self.phase = None
         self.captured = None # The state that was captured before validation
-        self.last = self.at = None # The positions of the newest checkpoint, and of the one that this fit will resume at
+        # the positions of the newest checkpoint, and of the one that this fit will resume at
+        self.last = self.at = None
         if self.engine: self.engine.ballot.watcher = self
         learn.add_cb(_Early(self))
         resume = self.resume or self.resuming
@@ -305,8 +323,8 @@ class Checkpoint(Callback):
         if self.in_memory is False: return dict(files=self.every)
         is_sharded = a_part(get_model(self.learn.model)) is not None
         self.memory,why = open_memory(self.name_in_memory(), is_sharded, self.background)
-        if why and is_rank0():
-            warn('not-in-memory', f'in_memory={self.in_memory}: {why}. States go to files only, every={self.every!r}')
+        text = f'in_memory={self.in_memory}: {why}. States go to files only, every={self.every!r}'
+        if why and is_rank0(): warn('not-in-memory', text)
         if why: return dict(files=self.every)
         if self.in_memory is True: return dict(memory=self.every)
         return dict(files=self.every, memory=self.in_memory)
@@ -358,7 +376,8 @@ class Checkpoint(Callback):
         source = folder if isinstance(folder, str) else f'the checkpoint {folder}'
         text = f'going on in epoch {at["epoch"]} after step {at["step"]}, from'
         if at['phase']=='done': text = f'this fit was done already, after {at["step"]} steps:'
-        getattr(self.learn, 'say', self.learn.logger)(f'{text} {source} of {when}') # as our Learner or fastai's does
+        say = getattr(self.learn, 'say', self.learn.logger) # as our Learner or fastai's does
+        say(f'{text} {source} of {when}')
 
     def arrive(self):
         "The fit has reached its position: restore counters and callbacks"
@@ -441,9 +460,7 @@ class Checkpoint(Callback):
     def commit(self, phase):
         "Save if a checkpoint is due, and stop if that was requested. Sync point: all ranks call this at the same point"
         due,stopping = self.when.due,self.when.stopping
-        # gradients are not in a checkpoint
-        within = any(getattr(cb, 'count', 0) for cb in self.learn.cbs if cb.name=='gradient_accumulation')
-        if not due or phase=='train' and within: return
+        if not due or phase=='train' and self._accumulates(): return
         captured = self.captured or self.state.capture(phase)
         self.last = captured['place']
         with trained_weights(self.learn):
@@ -452,8 +469,14 @@ class Checkpoint(Callback):
         self.when.due = set()
         if stopping: self._leave()
 
+    def _accumulates(self):
+        "Whether a step has begun: gradients are not in a checkpoint"
+        names = {cb.name: cb for cb in self.learn.cbs}
+        return getattr(names.get('gradient_accumulation'), 'count', 0)>0
+
     def _save(self, where, captured):
-        where.wait(where.n_on_the_way) # on all ranks, before they meet: then all machines have the state before
+        # on all ranks, before they meet: then all machines have the state before
+        where.wait(where.n_on_the_way)
         part = self.state.part(captured, where)
         if part: where.write(part)
 
@@ -461,9 +484,9 @@ class Checkpoint(Callback):
         lost = self.files.wait()
         if self.engine: lost = gather_objects(lost)[0] # all wait: the launcher ends the others when one exits
         why = self.when.requests.take() or 'a signal to another rank'
-        step = f'{"not " if lost else ""}saved in {self.files.folder} after step {self.train_iter}'
-        raise Preempted(f'{why}: the run is {step}, and goes on from {"an older state" if lost else "there"} with '
-                        'resume=True')
+        step = f'saved in {self.files.folder} after step {self.train_iter}, and goes on from'
+        what = f'not {step} an older state' if lost else f'{step} there'
+        raise Preempted(f'{why}: the run is {what} with resume=True')
 
     def after_fit(self): self.nested = max(self.nested-1, 0)
     def cleanup(self):
@@ -489,8 +512,11 @@ class _Early(Callback):
     "Calls a `Checkpoint` in events before other callbacks run, after all ranks have agreed to go on"
     order = Order.checkpoint_early # before the adapter of the engine
     def __init__(self, owner:Checkpoint):
-        vars(self).update(before_epoch=owner.at_epoch, before_train=owner.at_train, before_batch=owner.at_batch)
-        vars(self).update(before_validate=owner.at_validate, after_fit=owner.at_end)
+        self.before_epoch = owner.at_epoch
+        self.before_train = owner.at_train
+        self.before_batch = owner.at_batch
+        self.before_validate = owner.at_validate
+        self.after_fit = owner.at_end
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c022i
 class StatesInMemory(Checkpoint):
@@ -513,7 +539,8 @@ class _Resume(Callback):
 def resumed(learn, on):
     """Within the body, a fit goes on from the newest good checkpoint of its `Checkpoint`, or begins if there is none.
     on: True, or the folder of a `Checkpoint` that it gets"""
-    need(isinstance(on, (bool,str,PurePath,Remote)), "give True, or a Checkpoint's folder", resume=on)
+    is_known = isinstance(on, (bool,str,PurePath,Remote))
+    need(is_known, "give True, or a Checkpoint's folder", resume=on)
     with learn.added_cbs(_Resume if on is True else Checkpoint(on, resume=True)): yield
 
 fit_flags['resume'] = resumed

@@ -10,24 +10,15 @@ import random
 from collections import deque
 from functools import singledispatch
 from itertools import count
-from typing import NamedTuple
 
 from torch.utils.data import DataLoader,IterableDataset
 
-from ..core.random import Generators,rng_state,seed_streams,set_rng_state
+from ..core.random import Generators,rng_state,set_rng_state
 from ..core.stacks import warn
 from ..data.distributed_dl import saves_place
 from ..data.loaders import LoaderWrapper,batch_shape,data_len
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c005
-class Seeds(NamedTuple):
-    "What random streams are seeded by, besides the number of the batch"
-    seed:int
-    epoch:int # Counted from the learner's first in a context
-    def set(self, batch:int):
-        "Seed the global random streams for a batch, or for a moment between two loops"
-        seed_streams(self.seed, self.epoch, batch)
-
 # Moments: no batch has these numbers, and samples have -1
 between_epochs,validation = -2,-3
 end = -4
@@ -71,16 +62,20 @@ def _with_state(dl):
     "What knows its own place: the loader, or the stream that it reads in this process; None if neither does"
     while 'dl' in getattr(dl, '__dict__', {}): dl = dl.dl
     if has_state(dl): return dl
-    if not (isinstance(dl, DataLoader) and isinstance(dl.dataset, IterableDataset)) or dl.num_workers: return None
-    return dl.dataset if saves_place(dl.dataset) else None
+    if not isinstance(dl, DataLoader) or dl.num_workers: return None
+    is_stream = isinstance(dl.dataset, IterableDataset)
+    return dl.dataset if is_stream and saves_place(dl.dataset) else None
 
 class PlacedLoader(LoaderWrapper):
     "A training loader that begins after the batches that were trained on, and says where it is"
     # had: batches that were trained on before; offset: those of them that `dl` leaves out; again: those to read again
     had = offset = again = 0
     begin = None # Where `dl` begins, if it has a state
-    at_start = resumed = None # Alone: `streams_now` before the first batch; what `streams_at` gave in an earlier run
-    def __init__(self, dl, seeds:Seeds, dls=None): # dls: alone, those of the learner
+    # alone: `streams_now` before the first batch; what `streams_at` gave in an earlier run
+    at_start = resumed = None
+    def __init__(self, dl, seeds, dls=None):
+        """seeds: called with the number of a batch, seeds the streams of this process; None: nothing is seeded; dls:
+        alone, those of the learner"""
         d = getattr(dl, 'dealer', None)
         self.dl,self.seeds = dl,seeds
         self.dls = dls
@@ -93,13 +88,13 @@ class PlacedLoader(LoaderWrapper):
         first = self.had-self.again
         if self.begin is not None: own.load_state_dict(self.begin)
         if hasattr(self.dl, 'dealer'): self.dl.dealer.n_skip = first # its batches are seeded by their number
-        if self.seeds: self.seeds.set(first) # workers are seeded from the streams
+        if self.seeds: self.seeds(first) # workers are seeded from the streams
         streams = dict(self.resumed['batches']) if self.resumed else {}
         if self.resumed: set_streams(self.dls, self.resumed['start'])
         if self.dls is not None: self.at_start = streams_now(self.dls)
         it,last = iter(self.dl),object()
         for k in count(first+1):
-            if not self.seeds_itself: self.seeds.set(k-1)
+            if not self.seeds_itself: self.seeds(k-1)
             if k-1 in streams: set_rng_state(streams[k-1])
             if self.at_start: self.drawn.append((k-1,rng_state()))
             if (b := next(it, last)) is last: return
@@ -139,6 +134,7 @@ def go_back(dl:PlacedLoader, at:dict, alike, state):
     elif at['done'] is not None and _unit(dl): dl.offset,dl.dealer.already_read = n,(dl.dealer.epoch,at['done'])
     elif alike: dl.again = n
     else:
-        raise ValueError('this checkpoint was made in mid-epoch, and the rest of the epoch cannot be dealt to '
-                         'another number of ranks, or in batches of another size: the loader was split by its user or '
-                         "not at all, or workers read a stream. Use as many ranks as then, or save with every='epoch'")
+        what = 'this checkpoint was made in mid-epoch, and the rest of the epoch cannot be dealt'
+        what += ' to another number of ranks, or in batches of another size'
+        why = 'the loader was split by its user or not at all, or workers read a stream'
+        raise ValueError(f"{what}: {why}. Use as many ranks as then, or save with every='epoch'")

@@ -24,9 +24,9 @@ from ..core.env import group_rank,group_timeout,is_rank0
 from ..core.env import pack_error,shared_store,unpack_error,wait_keys
 from ..core.files import own_folder,whole_file
 from ..core.remote import Remote,RemoteError,copied,here,written
-from ..core.shards import is_sharded,put_together
+from ..core.shards import is_sharded,map_tensors,put_together
 from ..core.stacks import need
-from ..core.weights import DamagedFile,load_plain,map_bytes,read_bytes,save_sealed
+from ..core.weights import DamagedFile,load_plain,map_bytes,save_sealed
 from ..learner.saving import in_folders
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c005
@@ -49,18 +49,18 @@ def to_plain(o, at:str):
         res = [to_plain(v, f'{at}/{i}') for i,v in enumerate(o)]
         return tuple(res) if isinstance(o, tuple) else res
     if hasattr(o, 'dtype') and hasattr(o, 'shape'): return torch.as_tensor(o) if o.shape else o.item()
-    raise ValueError(f'{at}: a {type(o).__name__} is no plain data: keep numbers, texts and tensors in a checkpoint')
+    why = f'{at}: a {type(o).__name__} is no plain data'
+    raise ValueError(f'{why}: keep numbers, texts and tensors in a checkpoint')
 
 def on_cpu(o, copy:bool, memo:dict):
     """`o` with its tensors on the CPU, to be written. A view of a larger tensor is copied, or the whole storage
     would be written. memo: of the copies made, so that weights which two layers share stay one tensor"""
-    if isinstance(o, dict): return {k: on_cpu(v, copy, memo) for k,v in o.items()}
-    if isinstance(o, (list,tuple)): return type(o)(on_cpu(v, copy, memo) for v in o)
-    if not isinstance(o, Tensor): return o
-    if is_sharded(o): return o.clone()
-    key = o.device,o.dtype,o.data_ptr(),o.shape,o.stride()
-    if key not in memo: memo[key] = o.to('cpu', copy=copy or o.untyped_storage().nbytes()>o.nbytes)
-    return memo[key]
+    def move(t):
+        if is_sharded(t): return t.clone()
+        key = t.device,t.dtype,t.data_ptr(),t.shape,t.stride()
+        if key not in memo: memo[key] = t.to('cpu', copy=copy or t.untyped_storage().nbytes()>t.nbytes)
+        return memo[key]
+    return map_tensors(o, move)
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c011
 def write_snapshot(folder, parts:dict, info:dict, background=False, writers=None, keep=None, after=())->Future:
@@ -86,7 +86,7 @@ def _write(done, folder, parts, info, writers, keep, after):
             files = writers.meet(files)
             if writers.first: _publish(tmp, folder, dict(info, files=files))
         with suppress(RemoteError):
-            if writers.first and keep: prune(folder.parent, keep, info['run'])
+            if writers.first and keep: prune(folder.parent, keep)
     except BaseException as e:
         writers.fail(e)
         if writers.first and not remote: shutil.rmtree(tmp, ignore_errors=True)
@@ -121,8 +121,8 @@ class Writers:
         if not self.first: self.store.set(self.own, json.dumps(files))
         if not self.first or self.n==1: return files
         found = wait_keys(self.store, self.keys, self.timeout)
-        if found is None:
-            raise TimeoutError(f'not all ranks have written their files of a checkpoint in {self.timeout:g} s')
+        late = f'not all ranks have written their files of a checkpoint in {self.timeout:g} s'
+        if found is None: raise TimeoutError(late)
         for o in found:
             if 'kind' in json.loads(o): raise unpack_error(o)
             files = files | json.loads(o)
@@ -159,24 +159,18 @@ def _not_written(e, folder):
     return type(e)(e.errno, why, str(folder))
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c018
-_for_all = dict(run=str, epoch=int, step=int, time=float, files=dict)
-
-def read_manifest(
-    folder:Path
-)->dict:
+def read_manifest(folder:Path)->dict:
     "A snapshot's manifest; DamagedFile if it is not as it was written, ValueError for another format"
     path = folder/'manifest.json'
-    try: res = json.loads(read_bytes(path))
+    try: res = json.loads(path.read_bytes())
     except (OSError,ValueError,RecursionError) as e: raise DamagedFile(f'{path} cannot be read ({e})') from e
-    if not isinstance(res, dict): raise DamagedFile(f'{path} is no manifest')
-    if 'crc32' in res and res.pop('crc32')!=_crc(res):
+    if not isinstance(res, dict) or res.pop('crc32', None)!=_crc(res):
         raise DamagedFile(f'{path} is not what was written: its checksum differs')
     found = res.get('format')
-    need(found==format_version, f'{path} has format {found}, and this learnerdist reads {format_version}: use the one '
-         'that wrote it')
-    named = re.fullmatch('[0-9a-f]{8,}', str(res.get('parts', '0'*8))) # any other name could lead out of the folder
-    if not named or not all(isinstance(res.get(k), v) for k,v in _for_all.items()):
-        raise DamagedFile(f'{path} is no manifest')
+    what = f'{path} has format {found}, and this learnerdist reads {format_version}'
+    need(found==format_version, f'{what}: use the one that wrote it')
+    # any other name could lead out of the folder
+    if not re.fullmatch('[0-9a-f]{8,}', str(res.get('parts', '0'*8))): raise DamagedFile(f'{path} is no manifest')
     return res
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c021
@@ -194,7 +188,7 @@ def read_snapshot(folder, info:dict, names=('model','state'), like=None, check=T
     return {k: {j: put_together(v, rows, n, like) for j,v in o.items()} for k,o in parts.items()}
 
 def _read_part(path, expected, mapped, check):
-    try: data = map_bytes(here(path)) if mapped else read_bytes(here(path))
+    try: data = map_bytes(here(path)) if mapped else here(path).read_bytes()
     except FileNotFoundError as e: raise DamagedFile(f'{path} is missing') from e
     except OSError as e: raise DamagedFile(f'{path} cannot be read ({e.strerror})') from e
     if (check or not mapped) and [len(data),zlib.crc32(data)]!=expected:
@@ -207,7 +201,7 @@ def _read_part(path, expected, mapped, check):
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c025
 class Found(NamedTuple):
-    "The newest good snapshot of a run, and texts about newer ones that are damaged"
+    "The newest good snapshot, and texts about newer ones that are damaged"
     folder:Path
     info:dict
     bad:list
@@ -239,9 +233,6 @@ def _manifests(path):
             if o.name!=at: res[o.name] = DamagedFile(f'{o/"manifest.json"} is that of {at}')
     return res
 
-def _good(found): return {k:o for k,o in found.items() if isinstance(o, dict)}
-def _newest_run(found): return max(((o['time'],o['run']) for o in _good(found).values()), default=(0,None))[1]
-
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c025c
 def newest_good(path, like=None, after=None, together=False)->Found:
     """The newest undamaged snapshot in `path`, None without any; only one newer than (epoch, step) `after`. ValueError
@@ -249,23 +240,24 @@ def newest_good(path, like=None, after=None, together=False)->Found:
     def share(o): return gather_objects(o) if together else [o]
     found = share(None if together and group_rank() else _manifests(path))[0]
     bad = []
-    run = _newest_run(found)
     with copied(path, share) as source:
         for name,info in reversed(found.items()):
-            if isinstance(info, DamagedFile): bad.append(str(info))
-            elif after and (info['epoch'],info['step'])<=after: return None
-            elif info['run']==run:
-                parts,why = _checked(source/name, info, like)
-                why = next(filter(None, share(why)), None)
-                if why is None: return Found(path/name, info, bad, parts)
-                bad.append(why)
+            if isinstance(info, DamagedFile):
+                bad.append(str(info))
+                continue
+            if after and (info['epoch'],info['step'])<=after: return None
+            parts,why = _checked(source/name, info, like)
+            why = next(filter(None, share(why)), None)
+            if why is None: return Found(path/name, info, bad, parts)
+            bad.append(why)
     if bad and not after:
-        raise ValueError(f'no checkpoint in {path} is good: {"; ".join(bad)}. To start over, use another folder')
+        why = f'no checkpoint in {path} is good: {"; ".join(bad)}'
+        raise ValueError(f'{why}. To start over, use another folder')
 
 def _checked(folder, info, like):
     "(its states, None), or (None, what is damaged)"
-    if isinstance(folder, Path) and not folder.exists():
-        raise ValueError(f'rank {group_rank()} does not see {folder}: all machines need the same folder')
+    is_there = not isinstance(folder, Path) or folder.exists()
+    need(is_there, f'rank {group_rank()} does not see {folder}: all machines need the same folder')
     try: return read_snapshot(folder, info, like=like),None
     except DamagedFile as e: return None,str(e)
 
@@ -279,13 +271,13 @@ def drop_snapshot(folder):
     folder.rename(tmp)
     shutil.rmtree(tmp, ignore_errors=True)
 
-def prune(path, keep:int, run:str):
-    "Remove all snapshots of a run except the newest `keep`; remote ones too that were begun before, and never finished"
-    own = [o for o,info in _good(_manifests(path)).items() if info['run']==run]
-    for o in own[:-keep]: drop_snapshot(path/o)
+def prune(path, keep:int):
+    "Remove all good snapshots except the newest `keep`; remote ones too that were begun before, and never finished"
+    good = [name for name,info in _manifests(path).items() if isinstance(info, dict)]
+    for name in good[:-keep]: drop_snapshot(path/name)
     if not isinstance(path, Remote): return
     for folder in snapshots(path, False):
-        if folder.name<own[-1]: drop_snapshot(folder)
+        if folder.name<good[-1]: drop_snapshot(folder)
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c026b
 def lock_folder(path:Path):
@@ -301,7 +293,8 @@ def lock_folder(path:Path):
         raise ValueError(why) from None
     if not os.fstat(file.fileno()).st_nlink: return lock_folder(path) # who had it has removed it meanwhile
     file.truncate(0)
-    file.write(f'process {os.getpid()} on {socket.gethostname()}, since {time.strftime("%Y-%m-%d %H:%M:%S")}')
+    when = time.strftime('%Y-%m-%d %H:%M:%S')
+    file.write(f'process {os.getpid()} on {socket.gethostname()}, since {when}')
     file.flush()
     return file
 
@@ -310,8 +303,9 @@ def open_folder(path, resume:bool, make=True):
     to be closed at the end; a remote one has none. ValueError if it is another run's"""
     found = snapshots(path)
     if found and not resume:
-        raise ValueError(f'{path} holds checkpoints of another run, the newest is {found[-1].name}: go on with it by '
-                         'resume=True, or use another folder, or remove this one')
+        what = f'{path} holds checkpoints of another run, the newest is {found[-1].name}'
+        remedy = 'go on with it by resume=True, or use another folder, or remove this one'
+        raise ValueError(f'{what}: {remedy}')
     if not make: return None
     if isinstance(path, Remote): # what cannot be written is an error now, and not after an epoch
         with written(path/'.begun') as file: file.write_text(str(os.getpid()))
@@ -325,17 +319,10 @@ def open_folder(path, resume:bool, make=True):
 def newest_in(folder):
     "This folder if it is a snapshot, else the newest one in it, of the last of several fits; None without one"
     if (folder/'manifest.json').exists(): return folder
-    last = _newest(folder)
+    found = snapshots(folder)
     n = 2
-    while found := _newest(folder/f'fit_{n}'): last,n = found,n+1
-    return last
-
-def _newest(folder):
-    "The newest snapshot of a fit, damaged or not, of the run that wrote last"
-    found = _manifests(folder)
-    run = _newest_run(found)
-    of_run = [k for k,o in found.items() if isinstance(o, DamagedFile) or o['run']==run]
-    return folder/of_run[-1] if of_run else None
+    while later := snapshots(folder/f'fit_{n}'): found,n = later,n+1
+    return found[-1] if found else None
 
 def weights_in(snapshot)->dict:
     "The weights in a snapshot, on the CPU. ValueError, such as DamagedFile"

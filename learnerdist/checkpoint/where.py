@@ -6,16 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/checkpoint/03_where.ipynb #whr03
-import errno,hashlib,os,shutil
+import hashlib,os,shutil
 from abc import ABC,abstractmethod
 from contextlib import ExitStack
 from typing import NamedTuple
 
 from ..core.collectives import gather_objects
 from ..core.env import group_size,is_rank0,local_rank,local_size
-from ..core.files import free_bytes,launcher_memory
+from ..core.files import launcher_memory
 from ..core.remote import Remote
-from ..core.shards import map_tensors
 from ..core.stacks import note_state,warn
 from .snapshot import Found,Writers,newest_good,open_folder,read_manifest,read_snapshot
 from .snapshot import snapshot_name,snapshots,write_snapshot
@@ -26,19 +25,35 @@ class RankPart(NamedTuple):
     parts:dict # Plain data, by the name of its file
     info:dict  # Of the manifest
     writers:Writers
-    name = property(lambda self: snapshot_name(self.info['epoch'], self.info['step']), doc="The snapshot's")
 
 class Where(ABC):
-    "Where states of a fit are written to, and read from"
+    "A folder in which states of a fit are written, and read"
     leads:bool # Whether this rank writes what all ranks have
     is_alone = True # Whether rank 0 is the only one
     n_on_the_way = 0 # How many states may still be written when the next one is captured
-    @abstractmethod
-    def wait(self, n:int=0):
-        "Wait until at most `n` states are being written"
-    @abstractmethod
+    outlives = True # Whether its states are there when the launcher has ended
+    def __init__(self, folder, keep:int, background:bool):
+        self.folder,self.keep = folder,keep
+        self.background = background
+        self.pending = [] # Futures of states that are being written
+
     def write(self, part:RankPart):
         "Write what this rank has of a state"
+        name = snapshot_name(part.info['epoch'], part.info['step'])
+        kw = dict(writers=part.writers, keep=self.keep, after=[*self.pending])
+        done = write_snapshot(self.folder/name, part.parts, part.info, self.background, **kw)
+        self.pending.append(done)
+        done.add_done_callback(lambda o: o.exception() or self.note(name))
+        if not self.background: self.wait()
+
+    def note(self, name:str):
+        "The launcher reports at its end the newest state that outlives it. name: of a folder in this one"
+        if self.outlives and self.leads: note_state(self.folder/name)
+
+    def wait(self, n:int=0):
+        "Wait until at most `n` states are being written; an error of a write is raised here"
+        while len(self.pending)>n: self.pending.pop(0).result()
+
     @abstractmethod
     def newest(self, like=None, after=None)->Found:
         """The newest good state; None without one. like: any part of a sharded model, see `read_snapshot`; after: an
@@ -48,24 +63,16 @@ class Where(ABC):
 class Files(Where):
     "A folder on a disk, or at an address of another file system: there states are always written in the background"
     def __init__(self, folder, keep:int, background:bool, together:bool): # together: all ranks read
-        self.folder,self.keep = folder,keep
+        self.is_remote = isinstance(folder, Remote)
+        super().__init__(folder, keep, background or self.is_remote)
         self.together = together
-        self.is_remote,self.leads = isinstance(folder, Remote),is_rank0()
-        self.background = background or self.is_remote
-        self.n_on_the_way = 1 if self.is_remote else 0
+        self.leads = is_rank0()
+        self.n_on_the_way = int(self.is_remote)
         self.lock = None
-        self.pending = [] # Futures of states that are being written
 
     def open(self, resume:bool, make:bool):
         "See `open_folder`"
         if is_rank0(): self.lock = open_folder(self.folder, resume, make)
-
-    def write(self, part:RankPart):
-        kw = dict(writers=part.writers, keep=self.keep, after=[*self.pending])
-        at = self.folder/part.name
-        self.pending.append(write_snapshot(at, part.parts, part.info, self.background, **kw))
-        if self.leads: self.pending[-1].add_done_callback(lambda o: o.exception() or note_state(at))
-        if not self.background: self.wait()
 
     def wait(self, n=0)->str:
         """Wait until at most `n` states are being written. An error of a write to local files is raised here, one of an
@@ -76,12 +83,13 @@ class Files(Where):
             except Exception as e:
                 if not self.is_remote: raise
                 lost = str(e).partition('\n')[0] # without the stack of another rank
-                if is_rank0(): warn('not-uploaded', f'{lost}. The fit goes on; earlier checkpoints are as they were')
+                text = f'{lost}. The fit goes on; earlier checkpoints are as they were'
+                if is_rank0(): warn('not-uploaded', text)
         return lost
 
     def newest(self, like=None, after=None)->Found:
         found = newest_good(self.folder, like, after, self.together)
-        if found and self.leads: note_state(found.folder)
+        if found: self.note(found.folder.name)
         return found
 
     def close(self):
@@ -92,45 +100,25 @@ class Files(Where):
 # %% ../../nbs/checkpoint/03_where.ipynb #whr12
 class Memory(Where):
     "A folder in memory that outlives ranks, for the newest states of a fit. OSError without a launcher that has one"
+    outlives = False
     def __init__(self, name:str, background=False):
-        self.background = background
-        self.pending = None # The Future of the state that is being written
-        self.folder = launcher_memory()/hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        self.is_alone = local_size()>=group_size()
+        folder = launcher_memory()/hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        super().__init__(folder, 1 if self.is_alone else 2, background)
         self.leads = group_size()==1 or is_rank0() or local_rank()==0
-        self.n_states = 1 if local_size()>=group_size() else 2
-        self.is_alone = self.n_states==1
         self.is_lost = False # Whether states were found, and none that is complete
-
-    def write(self, part:RankPart):
-        "MemoryError if there is no room"
-        self._check_room(part.parts)
-        at = self.folder/part.name
-        kw = dict(writers=part.writers, keep=self.n_states)
-        self.pending = write_snapshot(at, part.parts, part.info, self.background, **kw)
-        if not self.background: self.wait()
-
-    def wait(self, n=0):
-        pending,self.pending = self.pending,None
-        if pending: pending.result()
-
-    def _check_room(self, parts):
-        sizes = {}
-        map_tensors(parts, lambda t: sizes.setdefault((t.data_ptr(),t.nbytes), t.nbytes))
-        self.folder.mkdir(exist_ok=True)
-        n = sum(sizes.values())
-        free = free_bytes(self.folder)
-        why = f'{n/2**20:,.0f} MB of memory for a state: {free/2**20:,.0f} MB are free'
-        if n>free: raise MemoryError(errno.ENOMEM, why)
 
     def newest(self, like=None, after=None)->Found: # its `folder` is a text
         here = [o.name for o in snapshots(self.folder)]
-        known = [o for o in gather_objects(here if self.leads else None) if o is not None] # of each machine
+        of_ranks = gather_objects(here if self.leads else None)
+        known = [o for o in of_ranks if o is not None] # of each machine
         whole = [o for o in here if all(o in names for names in known)]
         self.is_lost = any(known) and not whole
         if not whole: return None
         at = self.folder/whole[-1]
         info = read_manifest(at)
-        return Found('the state in memory', info, [], read_snapshot(at, info, like=like, check=False))
+        parts = read_snapshot(at, info, like=like, check=False)
+        return Found('the state in memory', info, [], parts)
 
     def forget(self, but:Found=None):
         """Remove all states but one, from which the fit goes on: one that not all ranks have would be taken for one

@@ -36,7 +36,7 @@ def _launched(name)->str:
 
 def _launched_int(name)->int:
     text = _launched(name) or '0'
-    if not text.isdigit(): raise ValueError(f'{name}={text}: set a whole number from 0 up')
+    need(text.isdigit(), f'{name}={text}: set a whole number from 0 up')
     return int(text)
 
 def read_launcher():
@@ -80,8 +80,8 @@ def default_device(
 )->torch.device:
     """The device of this process: an accelerator of torch's (cuda, xpu, mps, …) if there is one, else the CPU.
     ValueError for a `device` that is not visible"""
-    if in_bad_fork():
-        raise RuntimeError(f'{built_for().type} was used before this process was forked: start ranks by run()')
+    why = 'was used before this process was forked: start ranks by run()'
+    if in_bad_fork(): raise RuntimeError(f'{built_for().type} {why}')
     n = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     kind,_,index = str(device).rpartition(':')
     is_visible = index.isdigit() and int(index)<n and kind in ('',built_for().type)
@@ -129,13 +129,13 @@ def backend_for(gpus:list, device:torch.device)->str:
 # %% ../../nbs/core/01_env.ipynb #c017
 stores = {}  # The key-value store of this launch, once connected
 
-def launch_store(timeout_s=300):
-    """The store that all ranks of this launch share while they live, with or without a process group; None in a single
-    process. timeout_s: seconds to wait for the store's server"""
-    if 'launch' not in stores and _launched_int('WORLD_SIZE')>1:
-        store = default_store() if in_group() else _connect(timeout_s)
-        if store is not None: stores['launch'] = store
-    return stores.get('launch')
+def shared_store(timeout_s=300):
+    """The store that all ranks of this launch, or of a group that the script has opened, share while they live; None in
+    a single process. timeout_s: seconds to wait for the store's server"""
+    if 'launch' in stores or num_distrib()<2: return stores.get('launch')
+    store = default_store() if in_group() else _connect(timeout_s)
+    if store is not None and not _is_in_foreign_group(): stores['launch'] = store
+    return store
 
 @contextmanager
 def after(seconds:float, func, *args):
@@ -163,12 +163,6 @@ def _connect(timeout_s):
     except dist.DistNetworkError as e:
         at += f' ({str(e).splitlines()[0]})'
         raise dist.DistNetworkError(f'{rank} {why} MASTER_ADDR:MASTER_PORT={at}') from e
-
-def shared_store():
-    "The store of this launch, or else that of a group that the script opened; None in a single process"
-    store = stores.get('launch')
-    if store is None: store = launch_store()
-    return default_store() if store is None and in_group() and dist.get_world_size()>1 else store
 
 # %% ../../nbs/core/01_env.ipynb #c019
 def connect_store(env, timeout_s=300, hosts=False):
@@ -369,8 +363,9 @@ def _meet(store):
     "ValueError if another process is this rank, too, or counts other ranks"
     rank,n = rank_distrib(),num_distrib()
     found = store.compare_set('size', '', str(n)).decode()
-    if found!=str(n): raise ValueError(f'WORLD_SIZE={n} on rank {rank}, but {found} on another rank')
-    if store.add(f'here/{rank}', 1)>1: raise ValueError(f'RANK={rank} of two processes: give each its own')
+    need(found==str(n), f'WORLD_SIZE={n} on rank {rank}, but {found} on another rank')
+    is_first = store.add(f'here/{rank}', 1)==1
+    need(is_first, f'RANK={rank} of two processes: give each its own')
 
 def _open(device, backend, timeout_s, store):
     n = num_distrib()
@@ -406,7 +401,7 @@ def setup_distrib(
     read_launcher()
     if in_group() or not num_distrib(): return _use(device)
     name = _next_group()
-    store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)
+    store = shared_store() or connect_store(os.environ, hosts=rank_distrib()==0)
     need(store, 'RANK is set, but MASTER_ADDR and MASTER_PORT are not: use learnerdist.launch')
     own = dist.PrefixStore(name, store)
     try:

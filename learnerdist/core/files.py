@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/core/00_files.ipynb #files02
-import os,re,shutil,tempfile
+import os,shutil,tempfile
 from contextlib import contextmanager,suppress
 from pathlib import Path
 
@@ -94,18 +94,5 @@ def launch_folder(on_failure='restart'):
 def launcher_memory()->Path:
     "The folder in memory of this rank's launcher. OSError without one"
     if _var in os.environ: return Path(os.environ[_var])
-    raise OSError('only ranks that learnerdist.launch has started on Linux have memory that outlives them')
-
-def free_bytes(path)->int:
-    """The memory that is free, or would be without caches: of the file system, the machine, and this process's control
-    group. path: a folder in memory"""
-    found = [shutil.disk_usage(path).free]
-    available = re.findall(r'^MemAvailable: *(\d+)', Path('/proc/meminfo').read_text(), re.M)
-    found += [1024*int(o) for o in available]
-    groups = re.findall('^0::(.*)', Path('/proc/self/cgroup').read_text(), re.M)
-    for folder in {Path(f'/sys/fs/cgroup{o}') for o in ['',*groups]}:
-        with suppress(OSError, ValueError): # ValueError: no limit
-            now = {k: int((folder/f'memory.{k}').read_text()) for k in ('max','current')}
-            cached = dict(map(str.split, (folder/'memory.stat').read_text().splitlines()))
-            found.append(now['max']-now['current']+int(cached['inactive_file']))
-    return min(found)
+    who = 'only ranks that learnerdist.launch has started on Linux'
+    raise OSError(f'{who} have memory that outlives them')

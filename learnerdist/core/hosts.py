@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from .stacks import need
+
 # %% ../../nbs/core/00_hosts.ipynb #c005
 class Task(NamedTuple):
     "One of the processes that srun started"
@@ -24,11 +26,6 @@ class Task(NamedTuple):
     port:int       # For the rendezvous: the same in all tasks of a job, different in other jobs
     id:str         # The numbers of the job and its step
 
-    @property
-    def is_rank(self)->bool:
-        "Whether srun started a task for each rank; else one for each node, which starts the ranks of its node"
-        return self.n_tasks > self.n_nodes
-
 def find_task(env=os.environ)->Task:
     """This process's task in srun; None if it was not started by srun, or is the only task. ValueError for numbers
     that contradict"""
@@ -37,8 +34,8 @@ def find_task(env=os.environ)->Task:
     n_nodes = _number(env, 'SLURM_STEP_NUM_NODES', 'SLURM_NNODES')
     if n < 2: return None
     rank,local,node = (_number(env, k) for k in ('SLURM_PROCID','SLURM_LOCALID','SLURM_NODEID'))
-    if rank >= n: raise ValueError(f'SLURM_PROCID={rank}, but SLURM_NTASKS={n}: a task is numbered from 0')
-    if n < n_nodes: raise ValueError(f'SLURM_NTASKS={n} and SLURM_NNODES={n_nodes}: start a task on each node')
+    need(rank < n, f'SLURM_PROCID={rank}, but SLURM_NTASKS={n}: a task is numbered from 0')
+    need(n >= n_nodes, f'SLURM_NTASKS={n} and SLURM_NNODES={n_nodes}: start a task on each node')
     job,step = (env.get(k, 0) for k in ('SLURM_JOB_ID','SLURM_STEP_ID'))
     # below the range of ports that systems assign by themselves
     port = 15000 + (31*int(job)+int(step))%10000
@@ -54,7 +51,7 @@ def _in_step(env):
 
 def _number(env, *names):
     name = next((o for o in names if env.get(o)), names[-1])
-    if not env.get(name, '').isdigit(): raise ValueError(f'{name}={env.get(name)!r}, where srun sets a number')
+    need(env.get(name, '').isdigit(), f'{name}={env.get(name)!r}, where srun sets a number')
     return int(env[name])
 
 # %% ../../nbs/core/00_hosts.ipynb #c007
@@ -68,9 +65,8 @@ def _first_addr(env, n_nodes):
     if env.get('MASTER_ADDR'): return env['MASTER_ADDR']
     if n_nodes == 1: return '127.0.0.1'
     found = first_host(_first(env, 'SLURM_STEP_NODELIST', 'SLURM_JOB_NODELIST', 'SLURM_NODELIST'))
-    if found: return found
-    names = 'neither SLURM_JOB_NODELIST nor MASTER_ADDR'
-    raise ValueError(f'SLURM_NNODES={n_nodes}, but {names} is set')
+    need(found, f'SLURM_NNODES={n_nodes}, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set')
+    return found
 
 def _first(env, *names): return next((env[k] for k in names if env.get(k)), '')
 
@@ -83,22 +79,12 @@ def _tasks_here(env, node, n, n_nodes):
     return int(env.get('SLURM_NTASKS_PER_NODE') or -(-n//n_nodes))
 
 # %% ../../nbs/core/00_hosts.ipynb #c012
-def check_env(found:dict, meant:dict):
-    """Raise ValueError if a value that was set differs from Slurm's. found: values of variables or options, by name;
-    None if not set; meant: Slurm's values for the same: (value, name in Slurm), by name"""
-    for name,(value,slurm) in meant.items():
-        if found.get(name) not in (None, '', str(value)):
-            both = f'{name}={found[name]} and {slurm}={value}'
-            raise ValueError(f'{both} differ: leave {name} to Slurm, or start without srun')
-
-def rank_env(task:Task, env=os.environ)->dict:
+def rank_env(task:Task)->dict:
     "The environment variables of a task that is a rank. returns: RANK, WORLD_SIZE and so on"
     res = dict(RANK=task.rank, WORLD_SIZE=task.n_tasks, LOCAL_RANK=task.local_rank)
     res |= dict(LOCAL_WORLD_SIZE=task.local_size, GROUP_RANK=task.node)
     res |= dict(MASTER_ADDR=task.addr, MASTER_PORT=task.port)
-    slurms = dict(WORLD_SIZE='SLURM_NTASKS', RANK='SLURM_PROCID', LOCAL_RANK='SLURM_LOCALID')
-    check_env(env, {k: (res[k],v) for k,v in slurms.items()})
-    return res
+    return {k: str(v) for k,v in res.items()}
 
 # %% ../../nbs/core/00_hosts.ipynb #nw06
 def loopback()->str:
@@ -124,10 +110,10 @@ def foreign_rank(env=os.environ)->dict:
     found = next((o for o in given if not (_in_step(env) and _is_sruns(env, *o[:2]))), None)
     if found is None:
         task = find_task(env)
-        return {k: str(v) for k,v in rank_env(task, env).items()} if task else {}
+        return rank_env(task) if task else {}
     rank,size = found[:2]
     text = f'{rank}={env[rank]}'
-    if not env.get(size): raise ValueError(f'{text}, but {size} is not set: set RANK and WORLD_SIZE, or use torchrun')
+    need(env.get(size), f'{text}, but {size} is not set: set RANK and WORLD_SIZE, or use torchrun')
     n = _number(env, size)
     is_local = env.get(found[3]) == env[size]
     if n < 2: return {}
@@ -135,9 +121,9 @@ def foreign_rank(env=os.environ)->dict:
     addr = env.get('MASTER_ADDR') or first
     job = _first(env, 'PMIX_NAMESPACE', 'SLURM_JOB_ID') or str(_starter(rank))*is_local
     port = env.get('MASTER_PORT') or job and str(15000 + zlib.crc32(job.encode())%10000)
-    if not addr or not port:
-        text += f' and {size}={n} on several machines, but {"MASTER_PORT" if addr else "MASTER_ADDR"} is not set'
-        raise ValueError(f'{text}: set MASTER_ADDR to the first, MASTER_PORT to a free port there')
+    absent = 'MASTER_PORT' if addr else 'MASTER_ADDR'
+    text += f' and {size}={n} on several machines, but {absent} is not set'
+    need(addr and port, f'{text}: set MASTER_ADDR to the first, MASTER_PORT to a free port there')
     res = dict(RANK=env[rank], WORLD_SIZE=str(n), MASTER_ADDR=addr, MASTER_PORT=port)
     local = {k: env[o] for k,o in zip(('LOCAL_RANK','LOCAL_WORLD_SIZE'), found[2:]) if env.get(o)}
     return res | local
@@ -163,13 +149,13 @@ def check_rank(env=os.environ):
     addr = env.get('MASTER_ADDR', '')
     port = env.get('MASTER_PORT', '')
     if not rank and size in ('', '1'): return
-    if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
-        remedy = 'set RANK to 0 ... WORLD_SIZE-1, or neither to train alone'
-        raise ValueError(f'RANK={rank!r} and WORLD_SIZE={size!r}: {remedy}')
+    is_known = rank.isdigit() and size.isdigit() and int(rank) < int(size)
+    remedy = 'set RANK to 0 ... WORLD_SIZE-1, or neither to train alone'
+    need(is_known, f'RANK={rank!r} and WORLD_SIZE={size!r}: {remedy}')
     if int(size) < 2 or env.get('LEARNERDIST_INIT_METHOD', 'env://') != 'env://': return
-    if not addr or not port.isdigit() or not 0 < int(port) < 1<<16:
-        remedy = 'set the machine of rank 0 and a free port there, the same on all ranks'
-        raise ValueError(f'MASTER_ADDR={addr!r} and MASTER_PORT={port!r}: {remedy}')
+    is_known = addr and port.isdigit() and 0 < int(port) < 1<<16
+    remedy = 'set the machine of rank 0 and a free port there, the same on all ranks'
+    need(is_known, f'MASTER_ADDR={addr!r} and MASTER_PORT={port!r}: {remedy}')
 
 # %% ../../nbs/core/00_hosts.ipynb #a10c0001
 def alone_warning(env=os.environ)->str:

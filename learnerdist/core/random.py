@@ -40,13 +40,19 @@ def mix_seed(*ints:int)->int:
     return mix_seeds([ints])[0]
 
 # %% ../../nbs/core/04_random.ipynb #c009
+def _seed(s:int):
+    "Seed the streams of the CPU"
+    np = sys.modules.get('numpy')
+    random.seed(s)
+    if np: np.random.seed(s%2**32)
+    torch.default_generator.manual_seed(s)
+
 def set_seed(
     s:int,                   # The seed, 0 or more
     reproducible:bool=False  # Also restrict cuDNN to deterministic algorithms from now on, which may be slower
 ):
     "Seed this process's global random streams of Python, numpy (if it is imported) and torch, on every device"
-    random.seed(s)
-    if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(s%2**32)
+    _seed(s)
     torch.manual_seed(s)
     if reproducible:
         torch.backends.cudnn.deterministic = True
@@ -88,10 +94,8 @@ def same_streams(a, b)->bool:
 def seed_streams(*parts:int, device=True):
     """Seed the global random streams from several numbers, such as seed, rank, epoch and batch. Some 10 µs:
     `torch.manual_seed` takes ten times as long to find no GPU"""
-    s,np = mix_seeds([parts])[0],sys.modules.get('numpy')
-    random.seed(s)
-    if np: np.random.seed(s%2**32)
-    torch.default_generator.manual_seed(s)
+    s = mix_seed(*parts)
+    _seed(s)
     module = _accelerator() if device else None
     if module and module.is_initialized(): module.manual_seed_all(s)
 
@@ -105,7 +109,7 @@ def held(o, kinds=())->dict:
         if isinstance(o, kind): res |= enumerate(islice(kind.__iter__(o), 64))
     if isinstance(o, dict): res |= islice(dict.items(o), 64)
     if isinstance(o, (partial,MethodType,BuiltinMethodType)):
-        res |= {k: getattr(o, k, None) for k in ('func','args','keywords','__func__','__self__')}
+        for k in ('func','args','keywords','__func__','__self__'): res[k] = getattr(o, k, None)
     if not isinstance(o, FunctionType): return res
     for k,c in zip(o.__code__.co_freevars, o.__closure__ or ()):
         if c!=CellType(): res[k] = c.cell_contents
@@ -123,7 +127,8 @@ class Generators(list):
         np = sys.modules.get('numpy')
         todo = [*users]
         seen = {}
-        kinds = torch.Generator,random.Random,*((np.random.Generator,np.random.RandomState) if np else ())
+        kinds = torch.Generator,random.Random
+        if np: kinds += np.random.Generator,np.random.RandomState
         for o in todo: # it grows
             if id(o) in seen or len(seen)>20_000: continue
             seen[id(o)] = o
@@ -149,13 +154,10 @@ def map_seeded(f, items, parts, own=no_generators)->list:
     """`f` of each item, with the streams of the CPU and the user's `own` seeded by `parts`, a tuple for each.
     Afterwards the streams go on where they were; a loader's worker has none to protect"""
     before = rng_state(device=False) if get_worker_info() is None else None
-    np = sys.modules.get('numpy')
     res = []
     try:
-        for o,s in zip(items, mix_seeds(parts)): # as `seed_streams`, without a call for each sample
-            random.seed(s)
-            if np: np.random.seed(s%2**32)
-            torch.default_generator.manual_seed(s)
+        for o,s in zip(items, mix_seeds(parts)):
+            _seed(s)
             if own: own.seed(s+1)
             res.append(f(o))
     finally:
@@ -196,7 +198,8 @@ def undoing(func):
             inner = [*[c.cell_contents for c in cells],*names.values()]
             yield partial(o.__globals__.update, names)
             yield from [partial(setattr, c, 'cell_contents', c.cell_contents) for c in cells]
-            todo += [v for v in inner if callable(v) and getattr(v, '__globals__', o.__globals__) is o.__globals__]
+            for v in inner: # callables, but for functions of other files
+                if callable(v) and getattr(v, '__globals__', o.__globals__) is o.__globals__: todo.append(v)
             values += inner
         yield from filter(None, map(_undo, values))
         for v in values:

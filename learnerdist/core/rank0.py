@@ -11,8 +11,9 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from .env import RankError,count,counted,group_size,group_timeout,in_group,is_rank0,num_distrib
-from .env import own_rank,pack_error,phase,shared_store,unpack_error,wait_key,wait_keys
+from .env import RankError,count,counted,group_size,group_timeout,in_group,is_rank0
+from .env import num_distrib,own_rank,pack_error,phase,shared_store,unpack_error
+from .env import wait_key,wait_keys
 from .remote import as_path,written
 
 # %% ../../nbs/core/03_rank0.ipynb #c018

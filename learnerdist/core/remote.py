@@ -25,7 +25,10 @@ class RemoteError(RuntimeError): "A file system that did not do what it was aske
 class Remote:
     "A file or a folder of a file system of fsspec, as far as it is used like a `Path`; `as_path` makes it"
     def __init__(self, fs, path, cache=None):
-        self.fs,self.path,self.cache = fs,path.rstrip('/'),cache
+        self.fs,self.cache = fs,cache
+        self.path = path.rstrip('/')
+        self.name = self.path.rpartition('/')[2]
+        self.suffix = Path(self.name).suffix
         # a name from a file there could lead out of the folder into which it is copied
         need('..' not in path.split('/'), "an address has no '..'", path=path)
     def __str__(self): return self.fs.unstrip_protocol(self.path)
@@ -33,10 +36,6 @@ class Remote:
     def __truediv__(self, name): return self._at(f'{self.path}/{name}')
     @property
     def parent(self): return self._at(self.path.rpartition('/')[0])
-    @property
-    def name(self): return self.path.rpartition('/')[2]
-    @property
-    def suffix(self): return Path(self.name).suffix
     def with_name(self, name): return self.parent/name
     def absolute(self): return self
 
@@ -111,8 +110,9 @@ def as_path(path, base='.'):
     except ValueError as e: raise ValueError(f'{path}: {e}. Give a path, or an address such as s3://bucket/run') from e
     need(at.strip('/'), 'give a folder or a file there, as in s3://bucket/run', path=str(path))
     alone = fs.protocol!='memory' or num_distrib()<2
-    remedy = 'Checkpoint(folder, in_memory=10) writes states to memory that outlives ranks'
-    need(alone, f'each rank has its own: give a folder or another address. {remedy}', path=str(path))
+    remedy = 'give a folder or another address. '
+    remedy += 'Checkpoint(folder, in_memory=10) writes states to memory that outlives ranks'
+    need(alone, f'each rank has its own: {remedy}', path=str(path))
     return Path(at) if isinstance(fs, LocalFileSystem) else Remote(fs, at)
 
 def modified(path)->float:

@@ -69,11 +69,13 @@ def shard_of(full:Tensor, like):
     k,n,_ = shard_position(like)
     first,end = _cut(len(full), n, k)
     # not a view, which would keep `full` in memory
-    return part_from(full[first:end].detach().to(like.to_local().device, copy=True), like, full.shape)
+    own = full[first:end].detach().to(like.to_local().device, copy=True)
+    return part_from(own, like, full.shape)
 
 def part_from(own:Tensor, like, shape):
     "A part from the tensor that holds it. own: this rank's rows; like: any part; shape: that of the whole"
-    kw = dict(run_check=False, shape=torch.Size(shape), stride=torch.empty(shape, device='meta').stride())
+    whole = torch.empty(shape, device='meta')
+    kw = dict(run_check=False, shape=whole.shape, stride=whole.stride())
     return type(like.data).from_local(own, like.device_mesh, like.placements, **kw)
 
 # %% ../../nbs/core/05_shards.ipynb #prt05
@@ -116,9 +118,12 @@ def put_together(state, rows, n_files:int, like=None):
     k,W = (0,1) if like is None else shard_position(like)[:2]
     a,b = _cut(n, W, k)
     cuts = {i: _cut(n, n_files, i) for i in range(n_files)}
-    needed = [i for i,(s,e) in cuts.items() if s<b and a<e] or [k*n_files//W] # without rows: for the dtype
-    pieces = [(rows(i)[state[_mark]],cuts[i][0]) for i in needed]
-    own = torch.cat([o.reshape(-1, *rest)[max(a-s, 0):max(b-s, 0)] for o,s in pieces]) # a copy
+    needed = [i for i,(s,e) in cuts.items() if s<b and a<e]
+    pieces = []
+    for i in needed or [k*n_files//W]: # without rows: for the dtype
+        s,_ = cuts[i]
+        pieces.append(rows(i)[state[_mark]].reshape(-1, *rest)[max(a-s, 0):max(b-s, 0)])
+    own = torch.cat(pieces) # a copy
     if like is None: return own
     return part_from(own.to(like.to_local().device), like, shape)
 
@@ -129,9 +134,10 @@ def on_meta(model)->dict:
 
 def need_values(model, known=()):
     "ValueError if a tensor of a model has no values, unless its name is among `known`, the names in a file"
+    remedy = 'give distrib_ctx(shard=dict(weights=file)) a file that has them. Make what no file has'
+    remedy += ", such as a table of positions, with device='cpu'"
     for k in on_meta(model):
-        need(k in known, f'{k} is on the meta device, and has no values: give distrib_ctx(shard=dict(weights=file)) a '
-             "file that has them. Make what no file has, such as a table of positions, with device='cpu'")
+        need(k in known, f'{k} is on the meta device, and has no values: {remedy}')
 
 # %% ../../nbs/core/05_shards.ipynb #h7a80927
 def load_model(model, state, strict=True):

@@ -93,8 +93,9 @@ def count_warnings():
     n = len(_warned)
     text = f"{n} warning{'s'*(n>1)}: {', '.join(_warned)}"
     _warned.clear()
-    has_colour = sys.stderr.isatty() and not os.environ.get('NO_COLOR') and os.environ.get('TERM')!='dumb'
-    print(f'\033[33m{text}\033[0m' if has_colour else text, file=sys.stderr)
+    is_plain = os.environ.get('NO_COLOR') or os.environ.get('TERM')=='dumb'
+    if sys.stderr.isatty() and not is_plain: text = f'\033[33m{text}\033[0m'
+    print(text, file=sys.stderr)
 
 # %% ../../nbs/core/00_stacks.ipynb #c009
 def report_folder():
@@ -143,23 +144,21 @@ def stack_of(pid:int, file:Path, timeout_s=10)->str:
     timeout_s: seconds to wait for its answer; returns: the text that `faulthandler` wrote; None if it has ended or does
     not answer"""
     if not file.exists(): return None
-    before = _read(file).count(_head)
+    before = file.read_text().count(_head)
     # signals of one kind are handled one after the other: when the second answer begins, the first is complete
     for i in (1,2):
         start = time.monotonic()
         n_asked = 0
-        while _read(file).count(_head) < before+i:
+        while file.read_text().count(_head) < before+i:
             waited = time.monotonic()-start
             if waited > timeout_s or is_stopped(pid) or not _holds(pid, file): return None
             if waited >= .2*n_asked:
                 os.kill(pid, ask) # again: a signal may reach a C++ thread, which does not answer
                 n_asked += 1
             time.sleep(.005)
-    return _read(file).split(_head)[before+1]
+    return file.read_text().split(_head)[before+1]
 
 # %% ../../nbs/core/00_stacks.ipynb #c012b
-def _read(file): return Path(file).read_text()
-
 def _holds(pid, file):
     "Whether a process has a file open. If not, it runs another program now, which the signal would kill"
     try: return any(os.readlink(o) == str(file) for o in Path(f'/proc/{pid}/fd').iterdir())
@@ -168,7 +167,7 @@ def _holds(pid, file):
 def is_stopped(pid)->bool:
     """Whether a process has been stopped, as by SIGSTOP, and not continued; False where there is no /proc. pid: id of
     any process"""
-    try: return _read(f'/proc/{pid}/stat').rpartition(')')[2].split()[0]=='T'
+    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]=='T'
     except OSError: return False
 
 # %% ../../nbs/core/00_stacks.ipynb #c014

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/core/06_weights.ipynb #ckw02
-import json,mmap,os,re,stat,struct,zlib
+import json,mmap,os,re,struct,zlib
 from io import BytesIO
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 from .collectives import broadcast_object,gather_objects
 from .env import group_rank
 from .rank0 import save_once
-from .remote import Remote,copied,here,as_path
+from .remote import copied,here,as_path
 from .shards import come_together,is_sharded,map_tensors,memory_of,full_tensor
 from .stacks import need
 
@@ -53,22 +53,11 @@ def crc_of(pieces, shared=False)->int:
     return broadcast_object(crc) if shared else crc
 
 # %% ../../nbs/core/06_weights.ipynb #ckf03
-def read_bytes(path)->bytes:
-    "The bytes of a regular file. DamagedFile if `path` is something else, such as a pipe"
-    if isinstance(path, Remote): return path.read_bytes()
-    with _opened(path) as f: return f.read()
-
 def map_bytes(path):
     "The bytes of a file in the memory of the system's cache: what is not looked at is not read"
-    with _opened(path) as f:
+    with open(path, 'rb') as f:
         if not os.fstat(f.fileno()).st_size: return b''
         return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-
-def _opened(path):
-    f = open(os.open(path, os.O_RDONLY|os.O_NONBLOCK), 'rb') # a pipe would wait for its writer
-    if stat.S_ISREG(os.fstat(f.fileno()).st_mode): return f
-    f.close()
-    raise DamagedFile(f'{path} is no file')
 
 def load_plain(data:bytes, path, device='cpu', mapped=False):
     """The tensors and plain data in a file. ValueError if it holds other objects, which could run code; DamagedFile if
@@ -84,7 +73,8 @@ def load_plain(data:bytes, path, device='cpu', mapped=False):
     except Exception as e:
         code = re.search(r'GLOBAL ([\w.]+)', str(e))
         message = f'{path} holds more than tensors and plain data'
-        if code: raise ValueError(f'{message} ({code[1]}), and is not read: a file could run code') from e
+        not_read = 'and is not read: a file could run code'
+        if code: raise ValueError(f'{message} ({code[1]}), {not_read}') from e
         why = (str(e).splitlines() or [''])[0][:200]
         raise DamagedFile(f'{message}, or is damaged ({type(e).__name__}: {why})') from e
 
@@ -141,7 +131,7 @@ def _read(path, device, mapped):
     if path.name.endswith('.index.json'): return _several(path, device, mapped),None
     if mapped or is_safetensors(path): path = here(path)
     if is_safetensors(path): res = load_tensors(path, mapped)
-    else: res = load_plain(map_bytes(path) if mapped else read_bytes(path), path, device, mapped)
+    else: res = load_plain(map_bytes(path) if mapped else path.read_bytes(), path, device, mapped)
     both = isinstance(res, dict) and set(res)=={'model','opt'}
     model,opt = (res['model'],res['opt']) if both else (res,None)
     is_state = lambda o: isinstance(o, dict) and all(isinstance(k, str) for k in o)
@@ -151,7 +141,7 @@ def _read(path, device, mapped):
 
 def _several(path, *args):
     "The weights in the files that an index names, as Hugging Face writes them"
-    try: files = {Path(o).name for o in json.loads(read_bytes(path))['weight_map'].values()}
+    try: files = {Path(o).name for o in json.loads(path.read_bytes())['weight_map'].values()}
     except (ValueError,KeyError,AttributeError,TypeError) as e:
         raise DamagedFile(f'{path} is no index of weights ({e!r})') from e
     res = {}

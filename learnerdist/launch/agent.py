@@ -77,7 +77,8 @@ class Machines:
         self.store,self.me = store,me
         self.where = where
         self.keys = [f'learnerdist/machine/{i}' for i in range(n)]
-        self.word = dict(name=f'{socket.gethostname()} (ranks {", ".join(map(str, ranks))})', addr=addr, beat=0)
+        name = f'{socket.gethostname()} (ranks {", ".join(map(str, ranks))})'
+        self.word = dict(name=name, addr=addr, beat=0)
         self.words = [{}]*n # The last one of each machine
         self.heard = [time.monotonic()]*n # When it was new
         self.limit_s = self.silent_s
@@ -109,7 +110,8 @@ class Machines:
             silent_s = now-self.heard[i]
             if silent_s > self.limit_s and i not in self.gone:
                 self.gone.add(i)
-                log(f'{o["name"]} is gone, or the link to it: its launcher has been silent for {silent_s:.0f} s')
+                silent = f'its launcher has been silent for {silent_s:.0f} s'
+                log(f'{o["name"]} is gone, or the link to it: {silent}')
 
     def find_gone(self):
         "Ranks here have failed, and do not know why: wait until a machine is reported, or all others have been heard"
@@ -138,7 +140,8 @@ class Machines:
 def log_cut_off(e, where:str, name:str=''):
     "Report that the machine cannot be reached where the launchers meet. name: of the machine, if it is known"
     why = f'the launcher there has ended, or the machine or the link to it is gone ({e.__cause__ or e})'
-    at = f'{name}, where the launchers meet ({where})' if name else f'{where}, where the launchers meet'
+    at = f'{where}, where the launchers meet'
+    if name: at = f'{name}, where the launchers meet ({where})'
     log(f'{socket.gethostname()} cannot reach {at}: {why}')
 
 
@@ -171,7 +174,6 @@ class Agent(SimpleElasticAgent):
             own |= dict(ROLE_RANK=o.role_rank, ROLE_WORLD_SIZE=o.role_world_size)
             envs.append(os.environ | {k: str(v) for k,v in {**of_all, **own}.items()})
         self.job.start(self.attempt, envs)
-        self.job.watch.looks_again = True
         ranks = [o.global_rank for o in group.workers]
         me,n = group.group_rank,group.group_world_size
         self.machines = Machines(store_of_agent(self), me, n, ranks, spec.local_addr, self.where)
@@ -231,7 +233,8 @@ unanswered_s = 30 # After the time in which c10d reaches a machine that is there
 
 def _give_up(where):
     "End this launcher: the program that listens there would be waited for without end"
-    log(f'{where} does not answer as a rendezvous: another program has this port. Give another one in --rdzv-endpoint')
+    remedy = 'another program has this port. Give another one in --rdzv-endpoint'
+    log(f'{where} does not answer as a rendezvous: {remedy}')
     os._exit(1)
 
 def spec_of(args)->WorkerSpec:
@@ -254,8 +257,8 @@ def spec_of(args)->WorkerSpec:
 def run_with_others(job:Job)->int:
     "Run the ranks of this machine, in a launch on several machines. returns: the launcher's exit status"
     args = job.args
-    for o in ('elastic.agent.server.api','elastic.rendezvous.dynamic_rendezvous','run'): # they know less
-        logging.getLogger(f'torch.distributed.{o}').setLevel(logging.ERROR)
+    know_less = 'elastic.agent.server.api','elastic.rendezvous.dynamic_rendezvous','run'
+    for o in know_less: logging.getLogger(f'torch.distributed.{o}').setLevel(logging.ERROR)
     for o in job.signals: signal.signal(o, signal.SIG_DFL) # C++ connects, for a minute, and Python would not hear it
     choose_meeting(args)
     where = args.rdzv_endpoint or f'{args.master_addr}:{args.master_port}'

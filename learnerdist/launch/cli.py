@@ -12,11 +12,12 @@ from pathlib import Path
 
 import learnerdist
 from ..core.files import memory
-from ..core.hosts import Task,check_env,find_task,foreign_rank,loopback,rank_env
+from ..core.hosts import find_task,foreign_rank,loopback
 from ..core.stacks import frames_of,need,users_frame
-from .forkserver import ForkServer,begin_rank,enter,import_first,seed_alike,serve,share_of_cores
+from .forkserver import ForkServer,begin_rank,enter,import_first
+from .forkserver import seed_alike,serve,share_of_cores
 from .processes import count_nproc,serve_calls
-from .watch import Job,ended_well,failures,launch,leave_report,log
+from .watch import ended_well,launch,leave_report,log
 
 # %% ../../nbs/launch/05_cli.ipynb #op05
 _ours = 'nproc_per_node','nnodes','rdzv_backend','master_port'
@@ -70,13 +71,6 @@ def get_parser()->argparse.ArgumentParser:
 def _run(module, *args):
     "Run another command of ours; its exit status"
     return subprocess.run([sys.executable,'-m',module,*args]).returncode
-
-def prove(args, target:list)->int:
-    """Compare the script's first steps with one process, as `--verify` asks for. args: parsed; target: the script or
-    `-m` and a module, with its arguments; returns: exit status: 0 to go on"""
-    options = f'--nproc {args.nproc} --steps {args.verify}'.split()
-    status = _run('learnerdist.verify', *options, *target)
-    return 0 if status==1 and args.verify_only_warn else status
 
 # %% ../../nbs/launch/05_cli.ipynb #cl04
 def guess(args:list)->tuple:
@@ -137,21 +131,20 @@ def _choose_nproc(args)->int:
     return count_nproc(n)
 
 # %% ../../nbs/launch/05_cli.ipynb #c022
-_for_agents = '''nproc nproc_per_node nnodes rdzv_endpoint rdzv_backend max_restarts gpus
-master_port'''.split()
+def _check_slurm(name, given, n, slurm):
+    "ValueError if a value that was given differs from Slurm's"
+    both = f'{name}={given} and {slurm}={n} differ'
+    need(given in (None,'',str(n)), f'{both}: leave {name} to Slurm, or start without srun')
 
 def _ask_slurm(args):
     "This process's task in srun, whose values fill in the options that `args` leave open; None without srun"
     task = None if args.standalone else find_task()
     if task is None: return None
-    if task.is_rank:
-        for o in _for_agents:
-            both = f"--{o.replace('_', '-')} {getattr(args, o)} and SLURM_NTASKS={task.n_tasks}: each task is a rank"
-            need(not getattr(args, o), f'{both}; leave it out, or use --ntasks-per-node=1')
-        rank_env(task) # raises if the environment contradicts it
-        return task
+    many = f'SLURM_NTASKS={task.n_tasks} and SLURM_NNODES={task.n_nodes}: srun starts each rank'
+    remedy = 'leave out the launcher (srun python train.py), or use --ntasks-per-node=1'
+    need(task.n_tasks <= task.n_nodes, f'{many}: {remedy}')
     most = args.nnodes and args.nnodes.rpartition(':')[2]
-    check_env({'--nnodes': most}, {'--nnodes': (task.n_nodes, 'SLURM_NNODES')})
+    _check_slurm('--nnodes', most, task.n_nodes, 'SLURM_NNODES')
     args.nnodes = args.nnodes or str(task.n_nodes)
     if not args.rdzv_endpoint and args.rdzv_backend is None:
         args.rdzv_endpoint = f'{task.addr}:{task.port}'
@@ -191,16 +184,14 @@ def _check_debug(args):
     os.environ['LEARNERDIST_DEBUG_RANK'] = str(args.debug_rank) # see `patience`
 
 def _complete(args):
-    """Fill in what these parsed options leave open; this process's Slurm task, or None. ValueError for what
-    contradicts; OSError if there can be no log folder"""
+    "Fill in what these parsed options leave open. ValueError for what contradicts; OSError without a log folder"
     if args.log_dir: os.makedirs(args.log_dir, exist_ok=True)
     task = _ask_slurm(args)
-    if task and task.is_rank: return task
     args.nnodes = args.nnodes or '1'
     args.nproc = _choose_nproc(args)
     args.nproc_per_node = str(args.nproc)
-    n = task and (task.n_nodes*args.nproc, 'SLURM_NNODES x --nproc')
-    if task: check_env(os.environ, dict(WORLD_SIZE=n))
+    size = os.environ.get('WORLD_SIZE')
+    if task: _check_slurm('WORLD_SIZE', size, task.n_nodes*args.nproc, 'SLURM_NNODES x --nproc')
     args.n_nodes = int(args.nnodes.rpartition(':')[2])
     args.is_here = args.n_nodes == 1 and not (args.rdzv_endpoint or args.rdzv_backend)
     n = args.is_here and not task and not args.standalone and foreign_rank().get('WORLD_SIZE')
@@ -214,7 +205,6 @@ def _complete(args):
     if args.nproc > 1 and 'OMP_NUM_THREADS' not in os.environ:
         n = os.environ['OMP_NUM_THREADS'] = str(share_of_cores(args.nproc))
         log(f'OMP_NUM_THREADS={n} for each of {args.nproc} processes')
-    return task
 
 # %% ../../nbs/launch/05_cli.ipynb #c025
 def run_target(argv):
@@ -249,16 +239,14 @@ def _worker(parent, argv):
         return 1
     return 0
 
-def _report(e, status):
-    e = e.with_traceback(_users_frames(e.__traceback__))
-    with suppress(OSError): leave_report(e, status) # no room for it
 
 # %% ../../nbs/launch/05_cli.ipynb #c029
-def _users_frames(tb):
-    "A traceback without the frames of this command and runpy at its start"
+def _report(e, status):
+    "Report an exception, whose traceback loses the frames of this command and runpy at its start"
     ours = __file__,str(Path(__file__).with_name('__main__.py')),runpy.__file__,'<frozen runpy>'
+    tb = e.__traceback__
     while tb.tb_next and tb.tb_frame.f_code.co_filename in ours: tb = tb.tb_next
-    return tb
+    with suppress(OSError): leave_report(e.with_traceback(tb), status) # no room for it
 
 def _print_exception(e):
     "As Python does. Under the launcher only the user's own hook is called, since the launcher's report has the rest"
@@ -288,7 +276,7 @@ def _launch(args):
         argv,n = guess(args)
         if argv:
             known = dict(PYTHONHASHSEED='0')
-            if n > 1 and 'SLURM_PROCID' not in os.environ: known['OMP_NUM_THREADS'] = str(share_of_cores(n))
+            if n > 1: known['OMP_NUM_THREADS'] = str(share_of_cores(n))
             server.prepare(argv, known | os.environ)
         parser = get_parser() # imports torch, as the server does meanwhile
         o = parser.parse_args(args)
@@ -296,23 +284,15 @@ def _launch(args):
         try:
             _check(o)
             if o.plan: return _run('learnerdist.plan', str(o.plan), *target)
-            task = _complete(o)
+            _complete(o)
         except (ValueError, OSError) as e: parser.error(str(e))
         if 'triton' not in sys.modules: gc.freeze() # as in `preload`
-        if task and task.is_rank: return launch(o, target, server, lambda job: _run_task(job, task))
-        if o.verify and (status := prove(o, target)): return status
+        if o.verify:
+            status = _run('learnerdist.verify', f'--nproc={o.nproc}', f'--steps={o.verify}', *target)
+            may_train = o.verify_only_warn and status == 1 # they differ
+            if status and not may_train: return status
         if o.is_here: return launch(o, target, server)
         from learnerdist.launch.agent import run_with_others
         return launch(o, target, server, run_with_others)
     except KeyboardInterrupt: return 128 + signal.SIGINT
     finally: server.close()
-
-def _run_task(job:Job, task:Task)->int:
-    "Run one of several tasks that srun has started on this machine: it is a rank; the launcher's exit status"
-    env = dict(LEARNERDIST_SEED=task.id) | os.environ
-    env |= {k: str(v) for k,v in rank_env(task).items()}
-    if task.n_nodes == 1: env.setdefault('GLOO_SOCKET_IFNAME', loopback())
-    job.start(0, [env])
-    sig = job.watch.run()
-    if failures(job.ranks): log(*job.explain())
-    return job.status(sig)

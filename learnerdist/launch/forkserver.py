@@ -168,21 +168,17 @@ class Process:
         # ready to read when it has ended; None on another system than Linux
         self.sentinel = os.pidfd_open(pid) if hasattr(os, 'pidfd_open') else None
 
-    def poll(self)->int:
-        "Exit status, minus the signal's number for a signal; None while it runs"
-        if self.code is None: self._wait(os.WNOHANG)
+    def poll(self, waits=False)->int:
+        "Exit status, minus the signal's number for a signal; None while it runs, unless this `waits`"
+        if self.code is None:
+            pid,status = os.waitpid(self.pid, 0 if waits else os.WNOHANG)
+            if pid: self.code = os.waitstatus_to_exitcode(status)
+            if pid and self.sentinel is not None: os.close(self.sentinel)
         return self.code
 
     def wait(self)->int:
         "Exit status, after waiting for it"
-        if self.code is None: self._wait(0)
-        return self.code
-
-    def _wait(self, how):
-        pid,status = os.waitpid(self.pid, how)
-        if not pid: return
-        self.code = os.waitstatus_to_exitcode(status)
-        if self.sentinel is not None: os.close(self.sentinel)
+        return self.poll(waits=True)
 
     def kill_group(self):
         "Kill it, and what it has started"

@@ -29,8 +29,8 @@ def count_nproc(nproc)->int:
         return torch.accelerator.device_count() or 1
     if not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: give a whole number of processes from 1 up, or 'auto'")
-    if nproc > 1 and not hasattr(os, 'killpg'):
-        raise ValueError(f'{nproc} processes: {sys.platform} has no process groups: use Linux, macOS, WSL 2')
+    remedy = f'{sys.platform} has no process groups: use Linux, macOS, WSL 2'
+    need(nproc < 2 or hasattr(os, 'killpg'), f'{nproc} processes: {remedy}')
     return nproc
 
 # %% ../../nbs/launch/02_processes.ipynb #c014
@@ -67,8 +67,8 @@ def _call(names, payload):
     try: func,args,kwargs,number = pickle.loads(payload)
     except AttributeError as e:
         guard = "without what is under `if __name__=='__main__':`"
-        more = f'Each process imports the script again, {guard}: define the function above that line'
-        raise ValueError(f'{e}. {more}') from e
+        more = f'Each process imports the script again, {guard}'
+        raise ValueError(f'{e}. {more}: define the function above that line') from e
     def local(o): return _objects[o.number] if isinstance(o, RankObject) else o
     try: res = func(*map(local, args), **{k: local(v) for k,v in kwargs.items()})
     except SystemExit as e:
@@ -245,8 +245,8 @@ class Ranks:
         for o in outs[1:]: o > 2 and os.close(o)
         return _Call(proc, here, env)
 
-    def call(self, func, args, kwargs, number=None, timeout_s=None, grace_s=8, errors='raise')->list:
-        "What a function has returned on each rank, or its `RankFailure`"
+    def call(self, func, args, kwargs, number=None, errors='raise', **waits)->list:
+        "What a function has returned on each rank, or its `RankFailure`. waits: seconds, as of `Watch`"
         if not self.calls: self._start()
         objects = [o for o in (*args,*kwargs.values()) if isinstance(o, RankObject)]
         if any(o.ranks!=self.start for o in objects):
@@ -259,7 +259,7 @@ class Ranks:
         # of a call that failed or was interrupted
         for o in ranks: (o.folder/'error.json').unlink(missing_ok=True)
         for o in self.calls: o.send(names, payload, url)
-        waits = dict(timeout_s=timeout_s, grace_s=grace_s, term_s=5, log_s=float('inf'))
+        waits = dict(grace_s=8, term_s=5, log_s=float('inf')) | waits
         watch = Watch(ranks, self.outputs, **waits)
         try: watch.run()
         except KeyboardInterrupt:
@@ -290,13 +290,14 @@ def ranks(
     return Ranks(nproc)
 
 # %% ../../nbs/launch/02_processes.ipynb #c023
-def call_on_ranks(func, world_size, args=(), kwargs=None, timeout_s=None, errors='raise', env=None, n_threads=1)->list:
+def call_on_ranks(func, world_size, args=(), kwargs=None, env=None, n_threads=1, **how)->list:
     """What `func(*args, **kwargs)` returned on each of `world_size` processes, which have the environment of ranks;
-    RanksError if one fails. No process remains. timeout_s: seconds for the call; errors: `'return'`: the list holds the
-    `RankFailure` of a failed rank in place of its result; env, n_threads: as of `Ranks`"""
+    RanksError if one fails. No process remains. env, n_threads: as of `Ranks`; how: `timeout_s`, seconds for the call;
+    `errors='return'`: the list holds the `RankFailure` of a failed rank in place of its result"""
+    errors = how.get('errors', 'raise')
     need(errors in ('raise', 'return'), "it is 'raise' or 'return'", errors=errors)
     with Ranks(world_size, n_threads, False, env or {}, once=True) as r:
-        return r.call(func, args, kwargs or {}, None, timeout_s, 20, errors)
+        return r.call(func, args, kwargs or {}, grace_s=20, **how)
 
 def run(
     main:Callable,  # The function that each rank calls, as `main(*args)`

@@ -51,8 +51,9 @@ class RankFailure(NamedTuple):
 
     def is_explained(self)->bool:
         "Whether it says why: an exception or a death here, or the exception of another rank"
-        is_cause = self.cause <= Cause.died and self.kind != 'ConnectionError'
-        return not self.is_absence() and (is_cause or self.kind == 'RankError' and '\n' in self.message)
+        if self.is_absence(): return False
+        if self.kind == 'RankError' and '\n' in self.message: return True
+        return self.cause <= Cause.died and self.kind != 'ConnectionError'
 
     def describe(self)->str:
         "The exception with its line, or how the rank ended"
@@ -166,22 +167,17 @@ class Rank:
             o['cause'],o['frames'] = Cause(o['cause']),[Frame(*f) for f in o['frames']]
             return RankFailure(rank=self.rank, **o)
         if ended_well(code): return None
-        kind,text,frames,cause = self._unreported(code)
-        trace = self.trace if self.was_ended() else _text(frames)
-        own = [o for o in frames if not in_library(o.file)]
-        when = self.seen or time.time()
-        return RankFailure(kind, text, trace, self.rank, code, cause, when, self.where, own)
-
-    def _unreported(self, code):
-        "Its kind of failure, a message, `Frame`s of a crash, and the cause"
+        how = dict(rank=self.rank, code=code, time=self.seen or time.time(), where=self.where)
         if self.was_ended():
             cause = Cause.late if self.why else Cause.stopped
-            return 'TimeoutError',self.why or 'ended by the launcher',[],cause
+            text = self.why or 'ended by the launcher'
+            return RankFailure('TimeoutError', text, self.trace, cause=cause, **how)
         what,frames = read_crash(self.folder/'crash.txt')
-        more = ', without an exception'*(code > 0)
-        if what: more = f' ({what}, {users_frame(frames)})'
+        text = describe_exit(code)+', without an exception'*(code > 0)
+        if what: text = f'{describe_exit(code)} ({what}, {users_frame(frames)})'
         cause = Cause.outside if code in _outside else Cause.died
-        return 'ProcessDied',describe_exit(code)+more,frames,cause
+        own = [o for o in frames if not in_library(o.file)]
+        return RankFailure('ProcessDied', text, _text(frames), cause=cause, frames=own, **how)
 
     def exit(self)->dict:
         "What the other ranks get of its end: its exception as of `describe_error`, or a description"
@@ -214,7 +210,8 @@ def explain(found:list, ranks:list=())->list:
 
 def _traceback(frames):
     "Further lines, as Python prints them: the innermost frame last"
-    entries = [(o.file,o.line,o.name,None) for o in reversed(frames)] # None: it reads the source
+    # None: it reads the source
+    entries = [(o.file,o.line,o.name,None) for o in reversed(frames)]
     return ''.join(['\n',*traceback.format_list(entries)]).rstrip()
 
 def _shortened(text, n):
@@ -243,7 +240,6 @@ class Watch:
         self.failed = None # The first `Rank` that has failed
         self.since = None  # When the first one ended well, while others run
         self.store = None  # Of the ranks, if it is a file
-        self.looks_again = False # Whether `look` is called again when no rank runs, as torchrun's agent does
         # when they will be killed, and why
         self.end_at = timeout_s and time.monotonic()+timeout_s
         self.why = f'still running after {timeout_s} s'
@@ -268,8 +264,7 @@ class Watch:
         if not n_running and int(o.env.get('WORLD_SIZE', 0)) <= len(self.ranks): return True
         # at the end of a good run all end within moments, and with rank 0 its store: c10d would try for 11 s
         is_new = ended_well(o.proc.poll()) and time.time()-o.seen < 2
-        waits = n_running or self.looks_again
-        if is_new and waits and 'LEARNERDIST_INIT_METHOD' not in o.env: return False
+        if is_new and 'LEARNERDIST_INIT_METHOD' not in o.env: return False
         with suppress(OSError, RuntimeError): # the store has ended with its host
             from learnerdist.core.env import record_exit
             try: store = self._connect(o.env)
@@ -424,7 +419,8 @@ class Job:
         where = self.newest_state()
         was_asked = status == 128+signal.SIGTERM
         if where: log(f'the newest state is {where}, from which fit(resume=True) goes on')
-        elif was_asked: log('ended by SIGTERM before this launch saved a state: earlier states are as they were')
+        why = 'ended by SIGTERM before this launch saved a state'
+        if was_asked and not where: log(f'{why}: earlier states are as they were')
 
     def end(self):
         "End what still runs of the ranks"

@@ -18,7 +18,7 @@ from ..core.rank0 import await_save,was_saved
 from ..core.remote import modified,as_path
 from ..core.shards import come_together,has_parts,load_model,load_opt,model_name,need_values
 from ..core.stacks import need
-from ..core.weights import is_safetensors,load_plain,load_weights,read_bytes
+from ..core.weights import is_safetensors,load_plain,load_weights
 from ..core.weights import save_sealed,save_state,save_tensors
 from ..data.loaders import DataLoaders,TfmdDL,batch_shape
 from .learner import Learner,get_model
@@ -133,7 +133,7 @@ def load_learner(
     ValueError for other files"""
     path = as_path(fname)
     await_save(path)
-    data = load_plain(read_bytes(path), path)
+    data = load_plain(path.read_bytes(), path)
     exported = isinstance(data, dict) and data.get('learnerdist_export')==format_version
     what = f'{path} is no file of `Learner.export` (format {format_version})'
     need(exported, f'{what}: what `save` wrote is read by `Learner.load`')
