@@ -2,9 +2,11 @@
 import json, sys, tarfile
 from pathlib import Path
 import pytest
+from torch.distributed import HashStore
 pytest.importorskip('fastai')
 sys.path.insert(0, str(Path(__file__).parent.parent/'tools'))
 import fastai_notebooks as tool
+from learnerdist.core.env import unpack_error
 from stand_ins import standing_in
 
 cells = ['#| default_exp metrics', '#| export\nraise SystemExit(1)', '#| slow\n1/0', '#|eval: false\n1/0', # not run
@@ -69,6 +71,15 @@ def test_the_limit_of_a_cell_that_has_failed():
             '        while time.process_time()<end: pass','        return "slow"','raise Slow']
     assert tool.outcome('\n'.join(cell), {}, .2)=='Slow: slow'
     assert tool.outcome('while True: pass', {}, .2)=='TimeoutError: takes over 0.2 s'
+
+def test_ranks_that_wait_hear_of_the_end_of_a_cell(tmp_path, monkeypatch):
+    "Rank 1 has ended it, and rank 0 before"
+    store = HashStore()
+    for name,value in dict(num_distrib=2, rank_distrib=1, in_group=False, launch_store=store).items():
+        monkeypatch.setattr(tool, name, lambda value=value: value)
+    (tmp_path/'outcome-3-0').write_text('ok')
+    tool.end_cell(tmp_path, 3, 'ok')
+    assert 'rank 1 has ended this cell' in str(unpack_error(store.get('left').decode()))
 
 def test_no_notebooks(folder):
     (folder/'empty').mkdir()

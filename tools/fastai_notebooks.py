@@ -127,12 +127,14 @@ def let_next_begin():
 
 begun = [] # the file for which the next rank waits
 
+ended = dict(kind='exit', message='has ended this cell')
+
 def end_cell(folder, i, res):
     "Write this rank's outcome, free the ranks that wait for this one, and wait for them"
     files = [Path(folder)/f'outcome-{i}-{r}' for r in range(max(num_distrib(), 1))]
     tmp = Path(folder)/f'tmp-{rank_distrib()}'
     let_next_begin()
-    if len(files)>1 and not in_group(): record_exit(shared_store(), rank_distrib(), 'has ended this cell')
+    if len(files)>1 and not in_group(): record_exit(shared_store(), rank_distrib(), ended)
     tmp.write_text(res)
     tmp.rename(files[rank_distrib()])
     while not all(o.exists() for o in files): time.sleep(.01)
