@@ -313,7 +313,8 @@ def both(event, **ctx): return fitted(lambda: learner(Both(), cbs=TrainGen(event
 
 def unused():
     expects = dict(find_unused_parameters=True)
-    return fitted(idle),skips(),skips(**expects),skips(3),both('after_loss', **expects),*map(both, ('before_batch','after_loss','after_step'))
+    gans = both('after_loss', **expects),*map(both, ('before_batch','after_loss','after_step'))
+    return fitted(idle),skips(),skips(**expects),skips(3),*gans
 def skips_last(): return skips(3)
 
 def test_unused_parameters():
