@@ -75,7 +75,7 @@ def test_the_limit_of_a_cell_that_has_failed():
 def test_ranks_that_wait_hear_of_the_end_of_a_cell(tmp_path, monkeypatch):
     "Rank 1 has ended it, and rank 0 before"
     store = HashStore()
-    for name,value in dict(num_distrib=2, rank_distrib=1, in_group=False, launch_store=store).items():
+    for name,value in dict(num_distrib=2, rank_distrib=1, in_group=False, shared_store=store).items():
         monkeypatch.setattr(tool, name, lambda value=value: value)
     (tmp_path/'outcome-3-0').write_text('ok')
     tool.end_cell(tmp_path, 3, 'ok')
