@@ -118,12 +118,12 @@ def found(path):
     with learn.distrib_ctx(seed=3): res = learn.lr_find(num_it=16, show_plot=False)
     return list(res.losses),res.lrs
 
-def augmented(path):
-    "tta and predict"
+def predicted(path):
+    "predict"
     learn = small()
     with learn.no_logging(), learn.distrib_ctx(seed=3):
         learn.fit(2, cbs=Marks())
-        return [o.cpu() for o in learn.tta(n=2)],learn.predict(learn.dls.valid.dataset[3][0]).cpu()
+        return learn.predict(learn.dls.valid.dataset[3][0]).cpu()
 
 def offloaded(path): return sharded(path, dict(offload=True))
 
@@ -139,7 +139,7 @@ def sharded(path, shard=True):
         again = learn.validate()
     return learn.recorder.losses,val,preds,again,state(learn)
 
-stories = {'Checkpoint, resume': resumed, 'save, load': saved, 'lr_find': found, 'tta, predict': augmented,
+stories = {'Checkpoint, resume': resumed, 'save, load': saved, 'lr_find': found, 'predict': predicted,
            'shard=True': sharded, 'shard=dict(offload=True)': offloaded}
 
 # --- fastai -----------------------------------------------------------------------------------------------------------

@@ -149,45 +149,33 @@ def test_dict_batches(W, found):
 
 # --- looking, test data, and use elsewhere --------------------------------------------------------------------------------------
 
-def jitter(item): return item[0]+torch.rand(1, dtype=torch.double)*.5,item[1] # another number for each sample
-
 def predicted(W, rank, path):
     learn = learner()
-    learn.dls.train.after_item = [jitter]
     with learn.distrib_ctx(seed=3):
         learn.fit(1)
-        res = dict(tta=learn.tta(n=2), both=learn.tta(beta=None)[0], largest=learn.tta(use_max=True)[0])
         test = learn.dls.test_dl([x for x,_ in images(7, 2)], bs=2)
         labelled = learn.dls.test_dl(images(7, 2), with_labels=True)
-        res |= dict(train=learn.validate(ds_idx=0), valid=learn.validate(dl=labelled))
+        res = dict(train=learn.validate(ds_idx=0), valid=learn.validate(dl=labelled))
         return res | dict(test=learn.get_preds(dl=test)[0], plain=learn.get_preds()[0])
 
 @on_2
 def test_predictions(W, found):
     one = alike(found, predicted, W)
-    assert not torch.allclose(one['tta'][0], one['plain']) and one['test'].shape==(7,4)
-    aug,plain = one['both']
-    assert torch.equal(plain, one['plain']) and (one['largest']>=plain).all()
+    assert one['test'].shape==(7,4)
 
-def exported(W, rank, path):
+def used(W, rank, path):
+    "The weights of a file, with the model's code, in another script"
     learn = learner(path=path/str(W))
     with learn.distrib_ctx(seed=3):
         learn.fit(1)
-        file = learn.export()
-        again = load_learner(file, model=net())
+        file = learn.save('a')
+        again = Learner(DataLoaders(TfmdDL([])), net()).load(file.with_suffix(''), with_opt=False)
         test = again.dls.test_dl([x for x,_ in images(7, 2)])
         return learn.predict(images(1, 2)[0][0]),again.predict(images(1, 2)[0][0]),again.get_preds(dl=test)[0]
 
 @on_2
-def test_export(W, found, tmp_path):
-    one = alike(found, exported, W)
+def test_use_elsewhere(W, found):
+    one = alike(found, used, W)
     assert torch.equal(one[0], one[1]) and torch.allclose(one[2][0], one[0])
-    class Code:
-        def __reduce__(self): return print,('code ran',)
-    torch.save(dict(learnerdist_export=1, model=Code()), tmp_path/'bad.pth')
-    with pytest.raises(ValueError, match='more than tensors'): load_learner(tmp_path/'bad.pth', model=net())
-    learn = learner(path=tmp_path)
-    learn.dls.vocab = [Code()]
-    with pytest.raises(ValueError, match='is a Code, and an exported file holds tensors, numbers and texts only'): learn.export()
 
-found = asking(find, tuned, own_loss, predicted, exported)
+found = asking(find, tuned, own_loss, predicted, used)

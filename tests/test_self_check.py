@@ -516,7 +516,7 @@ offenders = [(mixing,r'\[mixes-samples\] predictions of Sequential depend on whi
     (other_rate,r'ValueError: \[different-settings\] .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),
     (other_options,r"ValueError: \[different-settings\] .*: seed: 3 on rank 0, 4 on rank 1; check_every: None .*, 2 .*; checks: 'warn' "),
     (other_decays,r'ValueError: .*: OwnEMA.decay: 0.9 on rank 0, 0.7\d* on rank 1; GradientClip.norm_type: 2.0 on rank 0, 1.0 on rank 1.'),
-    (rank0_saves,r'ValueError: .*: Checkpoint: given on rank 0, none on rank 1. Give'),
+    (rank0_saves,r'ValueError: .*: Checkpoint: given on rank 0, none on rank 1; Checkpoint.path: '),
     (more_layers,differently+'model.3: none on rank 0, Linear on rank 1'),
     (other_class,differently+'model.1: Tanh on rank 0, ReLU on rank 1'),
     (other_loss,differently+'loss_func: MSELoss on rank 0, L1Loss on rank 1'),

@@ -150,7 +150,7 @@ def test_damage_is_noticed_by_all_ranks(W, tmp_path):
         assert len(messages)==12 and all('its checksum differs' in o for o in messages.values())
 
 refused = dict(fit=lambda o: o.fit(1), validate=lambda o: o.validate(), get_preds=lambda o: o.get_preds(), save=lambda o: o.save('x'),
-               predict=lambda o: o.predict(torch.zeros(6, dtype=F64)), export=lambda o: o.export(), load=lambda o: o.load('a'),
+               predict=lambda o: o.predict(torch.zeros(6, dtype=F64)), load=lambda o: o.load('a'),
                safetensors=lambda o: o.save('x.safetensors'), ddp=lambda o: enters(o))
 
 def enters(learn):

@@ -2,7 +2,7 @@
 import os, random, shutil, signal
 import pytest, torch
 from helpers import At
-from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner, group_rank, group_size, load_learner, process_group, rank_distrib
+from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner, group_rank, group_size, process_group, rank_distrib
 from learnerdist.checkpoint import snapshot
 from learnerdist.core import shards
 from learnerdist.core.env import count
@@ -77,7 +77,7 @@ def saved(folder, shard):
         learn.fit(1)
         learn.save('a')
         learn.save('a.safetensors')
-        assert learn.export().name=='export.pth' and learn.load('a.safetensors') and learn.load('a')
+        assert learn.load('a.safetensors') and learn.load('a')
         learn.fit(1)
     return [p.detach().clone() for p in learn.model.parameters()]
 
@@ -86,14 +86,12 @@ def test_one_file_is_that_of_a_whole_model(tmp_path):
     "Byte for byte the tensors that DDP saves, shared ones shared"
     ddp,own = [run_ranks(on_ranks, 2, saved, tmp_path/k, k=='b')[0] for k in 'ab']
     assert differs(ddp, own)<1e-9
-    for name in ('models/a.pth','export.pth'):
-        x,y = [torch.load(tmp_path/o/name) for o in 'ab']
-        assert differs([x.get('model', x)], [y.get('model', y)])<1e-9 and list(x)==list(y) and x.get('name')==y.get('name')
-        w = y['model']
-        assert w['head.weight'].data_ptr()!=w['scale'].data_ptr() and [*w]==[*x['model']]
+    x,y = [torch.load(tmp_path/o/'models/a.pth') for o in 'ab']
+    assert differs([x['model']], [y['model']])<1e-9 and list(x)==list(y)
+    w = y['model']
+    assert w['head.weight'].data_ptr()!=w['scale'].data_ptr() and [*w]==[*x['model']]
     again = Learner(DataLoaders([], []), net().double(), path=tmp_path/'b')
     assert again.load('a').model.scale.dtype==torch.float64 and again.load('a.safetensors')
-    assert load_learner(tmp_path/'b/export.pth', model=net().double()).model.scale.shape==(1,)
 
 # --- failures ---------------------------------------------------------------------------------------------------------------
 

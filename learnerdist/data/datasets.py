@@ -19,7 +19,8 @@ def columns_of(ds):
     return ds.tensors if all(map(_is_plain, ds.tensors)) else None
 
 def _is_plain(t):
-    return type(t) is Tensor and t.device.type=='cpu' and t.is_contiguous() and not t.requires_grad
+    on_cpu = type(t) is Tensor and t.device.type=='cpu'
+    return on_cpu and t.is_contiguous() and not t.requires_grad
 
 def read_rows(ds, idxs:list):
     """The samples at `idxs`, as torch's loader would stack them. ds: a data set; idxs: of the samples of a batch;

@@ -211,11 +211,12 @@ class Dealer:
         deal,at_end = self.deal,self.progress.set_read
         at_end(-1)
         if self.by_rank:
-            need(not deal.n_parts, 'a stream that splits itself among ranks has no parts: leave max_bs out')
+            need(not deal.n_parts, 'a stream that splits itself has no parts: leave max_bs out')
             return chain.from_iterable(chunks)
         skip = max(self.start-at, 0)
         if deal.n_parts: return deal.steps(chunks, max(self.start, at)//deal.step, skip, at_end)
-        return chain.from_iterable(deal.own_items(chunks, base, max(at-self.start, 0), skip, at_end))
+        own = deal.own_items(chunks, base, max(at-self.start, 0), skip, at_end)
+        return chain.from_iterable(own)
 
     # --- counts ---
 
@@ -243,8 +244,8 @@ class Dealer:
         point"""
         if self.by_rank or len({*gather(int(self.hashes[0]))})==1: return False
         self.progress.by_rank.fill_(True)
-        if not self.rank:
-            warn('split-stream', f'{name} gives each rank another first sample: it is not split again')
+        text = f'{name} gives each rank another first sample: it is not split again'
+        if not self.rank: warn('split-stream', text)
         return True
 
     # --- draws of samples ---
@@ -293,15 +294,16 @@ def check_count(d:Dealer, k:int, name:str):
     if d.streams:
         few = total and 0<seen<=-(-total//W)<d.deal.dealt(total)
         if not few or d.workers>1 or d.n_parts: return
-        raise RuntimeError(f'rank {d.rank} has seen {seen} of the {total} samples of a {name}: {_split_itself}')
+        found = f'rank {d.rank} has seen {seen} of the {total} samples of a {name}'
+        raise RuntimeError(f'{found}: {_split_itself}')
     done = d.n_read>=0
     if not done and total is None: return
     want = d.deal.batches(d.n_read if done else d.remaining(total))
     if k==want or k<want and not done: return
-    raise RuntimeError(f'rank {d.rank} has seen {k} batches of a {name} in this epoch, and {want} are its own: '
-                       +_not_dealt)
+    found = f'rank {d.rank} has seen {k} batches of a {name} in this epoch, and {want} are its own'
+    raise RuntimeError(f'{found}: {_not_dealt}')
 
-_split_itself = 'its length is wrong, or it splits itself by rank, and needs an attribute splits_by_rank = True'
+_split_itself = 'its length is wrong, or it splits itself by rank: set splits_by_rank = True in it'
 _not_dealt = ('if it skips samples, leave them out of the data set; if it makes batches in its own way, '
               '@reindexed.register a function whose copy reads the indices of a dealer')
 
@@ -317,7 +319,8 @@ class Seeded(LoaderWrapper, Dataset):
     def __init__(self, source, dealer, after=()):
         ds = source
         while type(ds) is Subset: ds = ds.dataset # it has the method in any case
-        vars(self).update(source=source, dealer=dealer, after=after, reads_batches=hasattr(ds, '__getitems__'))
+        reads_batches = hasattr(ds, '__getitems__')
+        vars(self).update(source=source, dealer=dealer, after=after, reads_batches=reads_batches)
     def __setattr__(self, k, v): setattr(self.source, k, v)
     def __len__(self): return len(self.source)
     def __getitem__(self, i): return self.__getitems__([i])[0]
@@ -467,13 +470,10 @@ def collate_parts(func, dealer, step)->list:
     k,n,parts = step
     res = [n]
     for v,items in zip(dealer.own_parts, parts):
-        if func not in (default_collate,as_it_is): seed_collation(dealer, k, v)
+        draws = dealer.sample_seeds and func not in (default_collate,as_it_is)
+        if draws: seed_streams(dealer.seed, dealer.epoch, k, v, _collating)
         res.append(func(items))
     return res
-
-def seed_collation(dealer, k:int, part:int):
-    "Before a part of step `k` is collated: seed the random streams, if those of samples are"
-    if dealer.sample_seeds: seed_streams(dealer.seed, dealer.epoch, k, part, _collating)
 
 # among the numbers by which streams are seeded: draws in the loop have other ones
 _collating,_evaluating = -5,-6
@@ -532,7 +532,8 @@ def in_order(dl):
     """A copy of `dl` that reads its data set once and in order, without shuffling or dropping. ValueError for an
     unknown kind of loader"""
     if hasattr(dl, 'dealer'): return in_order(dl.source)
-    raise ValueError(f"a {type(dl).__name__} cannot be read in order: register a function with @in_order.register")
+    name = type(dl).__name__
+    raise ValueError(f'a {name} cannot be read in order: register a function with @in_order.register')
 
 @in_order.register
 def _(dl:DataLoader):
@@ -560,7 +561,8 @@ class DistributedDL(LoaderWrapper):
         seed:int=0,         # Selects the order, together with the epoch; the same on every rank
         pad:bool=True,      # Repeat up to `world_size-1` samples, so that all ranks read the same number?
         **kw):              # Further settings of `TfmdDL`
-        self._split(TfmdDL(dataset, bs=bs, shuffle=shuffle, **kw), Deal(rank, world_size, pad), seed)
+        dl = TfmdDL(dataset, bs=bs, shuffle=shuffle, **kw)
+        self._split(dl, Deal(rank, world_size, pad), seed)
     def _split(self, dl, deal, seed=0, sample_seeds=False):
         "Read a rank's shard of `dl`. The numbers that `deal` lacks are the loader's"
         self.source,n = dl,deal.global_bs
@@ -698,7 +700,8 @@ def with_settings(dl, dataset=None, **kw):
     "A copy of a loader with another data set, or with other settings. ValueError for a kind that cannot be changed"
     if hasattr(dl, 'new'): return dl.new(dataset, **kw)
     if isinstance(dl, DataLoader): return changed(dl, dataset, **kw)
-    raise ValueError(f"{', '.join(kw)}: settings of a {type(dl).__name__} cannot be changed, since it has no `new`")
+    what = f"{', '.join(kw)}: settings of a {type(dl).__name__}"
+    raise ValueError(f'{what} cannot be changed, since it has no `new`')
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #widen1
 class Joined:

@@ -148,7 +148,8 @@ def _for_other_data(old):
     own = old.get('batch_sampler', sampler)
     if own is None: return
     plain = type(own) is SequentialSampler or is_shuffled(own)
-    need(plain, f'{type(own).__name__} was made for another data set: give a sampler, batch_sampler or shuffle')
+    what = f'{type(own).__name__} was made for another data set'
+    need(plain, f'{what}: give a sampler, batch_sampler or shuffle')
     old['shuffle'] = is_shuffled(own)
 
 # %% ../../nbs/data/01_loaders.ipynb #c024
@@ -359,7 +360,8 @@ class DataLoaders:
     ):
         "The validation loader, for other data: for `get_preds(dl=…)`, `validate(dl=…)`"
         dl = self.loaders[-1] if self.valid is None else self.valid
-        dl = getattr(dl, 'source', dl).new(test_items, **{'shuffle': False, 'drop_last': False, **kw})
+        kw = dict(shuffle=False, drop_last=False)|kw
+        dl = getattr(dl, 'source', dl).new(test_items, **kw)
         if not with_labels: dl.n_inp = all_inputs
         return dl
     def to(self, device):

@@ -39,20 +39,23 @@ class Deal:
     Items are samples, or batches of the user's"""
     rank:int
     world_size:int
-    pad:bool|str = True       # Repeat items so that all ranks read equally many? 'batch': equally many batches
+    # Repeat items so that all ranks read equally many? 'batch': equally many batches
+    pad:bool|str = True
     bs:int|None = None        # Items in a batch of this rank; None: not known
     drop_last:bool = False    # Leave out a last batch that is not full?
     global_bs:int|None = None # Items in a global batch; None: what `bs` on each rank makes
-    max_bs:int|None = None    # Items of a part of a step, at most; None: a rank's batch is its part
+    # Items of a part of a step, at most; None: a rank's batch is its part
+    max_bs:int|None = None
     unit:str = 'row'          # What an item is: a sample, or a 'batch'
-    whole:bool = False        # Are the loader's batches dealt as they are in one process, as in evaluation?
+    # Are the loader's batches dealt as they are in one process, as in evaluation?
+    whole:bool = False
     workers:int = 1           # Processes that each read a stream for this rank
 
     def __post_init__(self):
         check_rank(self.rank, self.world_size)
         need(self.pad in (True,False,'batch'), "give True, False or 'batch'", pad=self.pad)
         W,G = self.world_size,self.global_bs
-        need(not G or G>=W, f'a global batch has a sample at least for each of {W} ranks', global_bs=G)
+        need(not G or G>=W, f'give a sample at least for each of {W} ranks', global_bs=G)
         step,own = G or (self.bs or 1)*W,vars(self)
         own['step'] = step # Items of a global batch
         own['row'] = step if step%W else W # Items after which dealing begins at rank 0 again
@@ -62,8 +65,9 @@ class Deal:
         # not be so on another
         own['drops_rest'] = self.drop_last and (self.by_step or self.row>W)
         # Parts of a step, of all ranks, where each is read by itself; None: a batch is a rank's part
-        own['n_parts'] = n = self.max_bs and count_parts(step, self.max_bs, W)
-        own['own_parts'] = range(self.rank*n//W, (self.rank+1)*n//W) if n else range(0) # Their numbers on this rank
+        own['n_parts'] = self.max_bs and count_parts(step, self.max_bs, W)
+        n = own['n_parts'] or 0
+        own['own_parts'] = range(self.rank*n//W, (self.rank+1)*n//W) # Their numbers on this rank
 
     def taken(self, items, at:int=0):
         "This rank's items of some that follow each other: a list, a range or a tensor. at: how many come before"
@@ -131,6 +135,7 @@ class Deal:
             n += len(step)
         at_end(n)
 
+# %% ../../nbs/data/00_sharding.ipynb #c018s1
 def to_list(items):
     "Items as Python's numbers, if they are a tensor"
     return items.tolist() if isinstance(items, Tensor) else items

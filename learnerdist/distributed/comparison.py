@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/distributed/02_comparison.ipynb #2fc3611b
 import copy,logging,random,re
-from collections import Counter
 from inspect import signature
 from itertools import chain
 from pathlib import Path
@@ -137,7 +136,8 @@ class Findings:
     # 'error': raise on all ranks; False: leave findings out, and do not look for them
     def __init__(self, mode='warn'):
         if mode is True: mode = 'warn'
-        need(mode in ('warn','error') or mode is False, "give 'warn', 'error' or False", checks=mode)
+        known = mode in ('warn','error') or mode is False
+        need(known, "give 'warn', 'error' or False", checks=mode)
         self.mode,self.reported = mode,set()
 
     def __call__(self, code:str, text:str, once=None):
@@ -234,11 +234,11 @@ def same_model(learn, gather=gather_same)->tuple:
     """Raise ValueError if the ranks have other models or losses, which DDP would wait for or crash on. returns: whether
     all have the same weights and buffers, and the same optimizer state. Sync point: one exchange"""
     model = get_model(learn.model)
-    state = state_of(learn.opt)
+    state = digest(state_of(learn.opt))
     weights = digest([*model.parameters(),*model.buffers()])
     # what cannot be hashed counts as different
     if None in weights: weights = group_rank()
-    structures,*others = zip(*gather((structure(learn),weights,state if state is None else digest(state))))
+    structures,*others = zip(*gather((structure(learn),weights,state)))
     need_equal(structures)
     return tuple(len({*o})==1 for o in others)
 
@@ -256,23 +256,15 @@ def options_of(cbs)->dict:
     """By name, as texts: the callbacks of this package that have a part in training, and what they were made with, as
     far as it or what they derive from is ours"""
     res = {}
-    n = Counter()
     for cb in cbs:
-        ours = [o for o in type(cb).__mro__ if o.__module__.startswith('learnerdist.') and o is not Callback]
+        classes = [o for o in type(cb).__mro__ if o is not Callback]
+        ours = [o for o in classes if o.__module__.startswith('learnerdist.')]
         if not ours or cb.by_rank: continue
         name = type(cb).__name__
-        n[name] += 1
-        if n[name]>1: name += f' {n[name]}'
         res[name] = 'given'
-        params = {k for k in chain(*[signature(o.__init__).parameters for o in ours]) if k in vars(cb)}
-        res |= {f'{name}.{k}': shown(vars(cb)[k]) for k in sorted(params)}
+        for k in chain(*[signature(o.__init__).parameters for o in ours]):
+            if k in vars(cb): res[f'{name}.{k}'] = shown(vars(cb)[k])
     return res
-
-def same_options(every:list):
-    "Raise ValueError if options, of a context or as of `options_of`, differ between ranks. every: those of each rank"
-    given = set.intersection(*map(set, every))
-    # not what one was made with that others do not have
-    need_equal([{k: v for k,v in o.items() if '.' not in k or k.partition('.')[0] in given} for o in every])
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp05
 _kinds = nn.Module,Optimizer
@@ -298,7 +290,8 @@ def tensors_beside(learn, batchnorm=True)->dict:
     for k,o in sorted(objects_beside(learn).items(), key=lambda o: isinstance(o[1], Optimizer)):
         if isinstance(o, nn.Module): named = compared(o, () if batchnorm else unsynced(o))
         else: named = {f'params[{i}]': p for i,p in enumerate(chain(*groups_of(o)))}
-        res |= {f'{k}.{name}': t for name,t in named.items() if id(t) not in seen and not t.is_meta}
+        for name,t in named.items():
+            if id(t) not in seen and not t.is_meta: res[f'{k}.{name}'] = t
         seen |= {*map(id, named.values())}
     return res
 

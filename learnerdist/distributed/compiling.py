@@ -85,10 +85,6 @@ class Compiled(Callback):
         if n==self.rows: self.switch_on()
         else: self.n_eager += 1
 
-    def after_batch(self): self.switch_off()
-    def after_fit(self): self.switch_off()
-    def cleanup(self): self.switch_off()
-
     def switch_on(self):
         "From now on the model runs compiled"
         learn = self.learn
@@ -109,6 +105,7 @@ class Compiled(Callback):
         "The model is what it was"
         for m in self.on: vars(m).pop(compiled_call, None)
         self.on = ()
+    after_batch = after_fit = cleanup = switch_off
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp014
 @patch

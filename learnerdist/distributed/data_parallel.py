@@ -50,7 +50,8 @@ class ParallelTrainer(Callback):
     def before_fit(self):
         ids = parallel_ids(self.device_ids, self.learn.device, torch.accelerator.device_count())
         if not ids or self.model is not get_model(self.model): return
-        need(group_size()<2, f'DataParallel in one of {group_size()} ranks: use distrib_ctx alone')
+        W = group_size()
+        need(W<2, f'DataParallel in one of {W} ranks: use distrib_ctx alone')
         self.learn.model = self.wrapped = DataParallel(self.model, device_ids=ids)
 
     def restore(self):
@@ -58,9 +59,7 @@ class ParallelTrainer(Callback):
         if self.wrapped is not None and self.learn.model is self.wrapped: self.learn.model = self.wrapped.module
         self.wrapped = None
         return self
-
-    def after_fit(self): self.restore()
-    def cleanup(self): self.restore()
+    after_fit = cleanup = restore
 
 # %% ../../nbs/distributed/05_data_parallel.ipynb #c013
 @patch

@@ -26,7 +26,7 @@ from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_device
 from ..data.sharding import factors
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
-from .comparison import options_of,same_data,same_fit,same_model,same_optimizer,same_options,shown
+from .comparison import need_equal,options_of,same_data,same_fit,same_model,same_optimizer,shown
 from .loops import EvaluationLoop,Group,Loop,TrainingLoop,add_totals,cancelled_loop,source_of
 from .parts import Step,running,take_grads
 from .replica import Replica,broadcast_module,broadcast_tensors
@@ -308,7 +308,7 @@ class Engine(Runner):
             named = {k: shown(v) for k,v in vars(opts).items() if k!='device'}
             every = self.gather_same((named,str(getattr(learn, 'path', '')),ctx.draw_seed()))
             options,paths,seeds = zip(*every)
-            same_options(options)
+            need_equal(options)
             if path := path_of_rank0(paths, self.findings): ctx.replace(learn, 'path', path)
             # fastai's learner has none of these
             own = [k for k in ('_loss_over','items','n_rows') if k not in vars(learn)]
@@ -353,7 +353,7 @@ class Engine(Runner):
         self.ballot.phase = Phase.before_fit if self.learn.fitting else Phase.before_validate
         if self.links: # before callbacks wait for one another
             next_phase()
-            same_options(self.gather_same(options_of(self.learn.cbs)))
+            need_equal(self.gather_same(options_of(self.learn.cbs)))
         self.self_check.begin_fit()
 
     def check_settings(self):
@@ -540,10 +540,6 @@ class Engine(Runner):
         self.tracked.append(o)
         if len(set(gather_objects(digest([t for t in o.weights.values() if not is_sharded(t)]))))>1:
             o.weights = broadcast_object(o.weights)
-
-    def draw_seed(self)->int:
-        "A seed that is the same on every rank"
-        return self.seed
 
     @contextmanager
     def aside(self):

@@ -165,8 +165,10 @@ def reached(loss)->set:
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc14
 class Samples(NamedTuple):
     "What a rank gives to the check"
-    items:list=None    # Two samples, as the data set has them; None: they cannot be read one by one
-    rows:tuple=None    # The first two samples of its batch, as callbacks have made them; None: it cannot be cut
+    # Two samples, as the data set has them; None: they cannot be read one by one
+    items:list=None
+    # The first two samples of its batch, as callbacks have made them; None: it cannot be cut
+    rows:tuple=None
     changed:bool=False # Whether a callback has changed its batch
     n:int=1            # Number of samples in its batch; 0: it has cancelled the batch
 
@@ -211,7 +213,8 @@ class SelfCheck:
     def begin_loop(self):
         "Before a training loop: is its first batch checked? The same on every rank"
         learn = self.engine.learn
-        is_new = loss_over(learn).kind=='unknown' and all(o is not learn.loss_func for o in self.checked)
+        is_checked = any(o is learn.loss_func for o in self.checked)
+        is_new = loss_over(learn).kind=='unknown' and not is_checked
         self.due = bool(self.engine.findings.mode) and (is_new or not self.checked)
 
     def note(self):

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from fastcore.basics import listify
 from torch import nn
 
-from ..core.compat import can_group,forget_fsdp,forget_passes,fsdp_on_cpu
-from ..core.compat import replace_tensors
+from ..core.compat import forget_fsdp,forget_passes,fsdp_on_cpu,replace_tensors
 from ..core.env import count,current_group,everyones,group_size
 from ..core.env import noting_loops,process_group,shared_store
 from ..core.lending import replaced
@@ -63,10 +62,10 @@ def shard_options(shard, ddp_kw=(), comm_hook=None)->ShardOptions:
     classes = blocks if isinstance(blocks, tuple) else ()
     by_class = classes and all(isinstance(o, type) and issubclass(o, nn.Module) for o in classes)
     known = blocks is True or callable(blocks) or by_class
-    need(known, 'give True, classes of modules such as [Block], or a function of a module', blocks=blocks)
+    need(known, 'give True, classes such as [Block], or a function of a module', blocks=blocks)
     need(type(n) is int and n>0, 'give the number of copies of the model', replicas=n)
     has_policy = res.mp in (None,'bf16') or type(res.mp).__name__=='MixedPrecisionPolicy'
-    need(has_policy, "give 'bf16' or FSDP2's MixedPrecisionPolicy; for float16 use learn.to_fp16()", mp=res.mp)
+    need(has_policy, "give 'bf16' or a MixedPrecisionPolicy; for float16 use learn.to_fp16()", mp=res.mp)
     return res
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h16b03
@@ -97,52 +96,33 @@ def repeated_blocks(model)->list:
     return res
 
 # %% ../../nbs/distributed/09_sharded.ipynb #tie02
-def _shared(group:list, model):
-    "Names of weights that modules of this group and something outside of it share"
-    own,inside = set(),set()
-    for b in group:
-        own |= {id(p) for p in b.parameters()}
-        inside |= {id(m) for m in b.modules()}
+def _shared(block, model):
+    "Names of weights that a block and something outside of it share"
+    own = {*block.parameters()}
+    inside = {*block.modules()}
     res = []
     for k,m in model.named_modules():
-        if id(m) in inside: continue
-        res += [f'{k}.{name}' for name,p in m.named_parameters(recurse=False) if id(p) in own]
+        if m in inside: continue
+        res += [f'{k}.{name}' for name,p in m.named_parameters(recurse=False) if p in own]
     return res
-
-def _are_tied(a, b):
-    "Whether two modules, of which none is within the other, share a weight"
-    if any(a is m for m in b.modules()) or any(b is m for m in a.modules()): return False
-    return bool({*a.parameters()} & {*b.parameters()})
-
-def tied_groups(modules:list)->list:
-    "Lists of the modules that share weights, most of them of one module; in the order of the last ones"
-    groups = []
-    for m in modules:
-        tied = [g for g in groups if can_group and any(_are_tied(m, o) for o in g)]
-        groups = [g for g in groups if g not in tied]
-        groups.append([*chain(*tied),m])
-    return groups
 
 # %% ../../nbs/distributed/09_sharded.ipynb #tie04
 def find_blocks(model, blocks)->list:
-    """Lists of the modules whose weights are gathered together, inner ones first, as FSDP2 wants them; ValueError if
+    """The modules whose weights are gathered, each by itself, inner ones first, as FSDP2 wants them; ValueError if
     there is none of a class, or if one shares weights with the rest of the model"""
-    if blocks is True: return [[m] for m in repeated_blocks(model) if m is not model and not _shared([m], model)]
+    if blocks is True: return [m for m in repeated_blocks(model) if m is not model and not _shared(m, model)]
     by_class = isinstance(blocks, tuple)
     wanted = (lambda m: isinstance(m, blocks)) if by_class else blocks
     named = {k: m for k,m in model.named_modules() if m is not model and wanted(m) and _owns(m)}
     if by_class and not named:
         own = ', '.join(sorted({type(m).__name__ for m in model.children() if _owns(m)}))
-        raise ValueError(f'shard=: it has no such module with weights. Give classes of this model: {own}')
-    names = {id(m): k for k,m in named.items()}
+        what = 'shard=: it has no such module with weights'
+        raise ValueError(f'{what}. Give classes of this model: {own}')
     for k,m in named.items():
         need(_runs(m), f'shard=: {k} is a list, which has no forward pass: give the modules in it')
-    groups = tied_groups([*named.values()][::-1])
-    for g in groups:
-        for o in _shared(g, model):
-            what = f'shard=: {names[id(g[-1])]} shares weights with {o}'
-            raise ValueError(f'{what}: leave it to the rest of the model, or give the module that holds both')
-    return groups
+        remedy = 'leave it to the rest of the model, or give the module that holds both'
+        for o in _shared(m, model): raise ValueError(f'shard=: {k} shares weights with {o}: {remedy}')
+    return [*named.values()][::-1]
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h3f650b5
 def check_model(model, known=()):
@@ -180,7 +160,8 @@ class Passes:
         while self.handles: self.handles.pop().remove()
 
     def _check(self, *_):
-        need(not self.alone, 'a callback calls the model on rank 0 only, which has a part of it: after the context')
+        found = 'a callback calls the model on rank 0 only, which has a part of it'
+        need(not self.alone, f'{found}: after the context')
 
     def _end(self, *_):
         self.n += 1
@@ -267,9 +248,8 @@ class Sharded(Trained):
         self.file = {}
         if opts.weights: self.file = with_shared(self.model, load_weights(opts.weights, mapped=True)[0])
         check_model(self.model, self.file)
-        # lists of modules that are gathered together
-        self.groups = [*find_blocks(self.model, opts.blocks),[self.model]]
-        self.blocks = [*chain(*self.groups)]
+        # each is gathered by itself
+        self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
         self.passes = Passes(self.model, self.blocks)
         self.pairs = [] # (parameter before, its part)
         self.checked = False # Whether all weights had a gradient in this fit's first step
@@ -289,9 +269,9 @@ class Sharded(Trained):
             # a fit begins with it, and would move the parts
             self.model.to = lambda *_,**kw: self.model
         try:
-            for g in self.groups:
-                if opts.mp: kw['mp_policy'] = policy_of(opts.mp, g[0] is self.model)
-                fully_shard(g if len(g)>1 else g[0], **kw)
+            for m in self.blocks:
+                if opts.mp: kw['mp_policy'] = policy_of(opts.mp, m is self.model)
+                fully_shard(m, **kw)
         finally:
             now = {id(p): (p,getattr(m, k)) for m,k,p in self.holders}
             self.pairs = [(old,p) for old,p in now.values() if is_sharded(p)]
@@ -309,8 +289,9 @@ class Sharded(Trained):
         "At the start of a fit"
         if self.opts.mp and hasattr(self.learn, 'mixed_precision'):
             raise ValueError('shard=dict(mp=…), and to_bf16 or to_fp16: leave out one of the two')
-        muons = [o for o in optimizers_in(self.learn.opt) if isinstance(o, getattr(torch.optim, 'Muon', ()))]
-        if muons: self.engine.findings('sharded-muon', _muon, 'muon')
+        Muon = getattr(torch.optim, 'Muon', ()) # torch 2.9 has it
+        is_muon = any(isinstance(o, Muon) for o in optimizers_in(self.learn.opt))
+        if is_muon: self.engine.findings('sharded-muon', _muon, 'muon')
         self.undo_bn = sync_batchnorm(self.model, current_group(), self.engine) if sync_bn else None
         self.checked = False
         broadcast_tensors(self._others())
@@ -355,9 +336,10 @@ class Sharded(Trained):
             if on and not p.requires_grad: p.grad = None
         if self.checked: return
         self.checked = True
+        # a rank that cancels a batch would send one
         idle = without_gradient(self.model)
-        need(not idle, f"no gradient for {', '.join(idle)}: freeze what takes no part in the loss, with "
-             'requires_grad_(False), since a rank that cancels a batch would send one')
+        found = f"no gradient for {', '.join(idle)}"
+        need(not idle, f'{found}: freeze what takes no part in the loss, with requires_grad_(False)')
 
     def on_rank0(self):
         "Context whose body runs on rank 0 only, where the model cannot be called"

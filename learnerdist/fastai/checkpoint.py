@@ -46,14 +46,15 @@ def _n_metered(rec):
     return rec.smooth_loss.count-([0,*rec.iters][-1]) if within else 0
 _metered = 'train_metrics: those of this epoch are without its first {:g} batches, from before the fit went on'
 
+# %% ../../nbs/fastai/03_checkpoint.ipynb #c005s1
 def _warns(text):
     "In place of setting a number: a warning of what is lost, if it is not 0"
     return lambda cb, n: warn('lost-count', text.format(n)) if n and is_rank0() else None
 
-def _stacked(items): return torch.stack([*map(torch.as_tensor, items)])
-def _losses(rec): return _stacked(rec.losses) if rec.losses else torch.zeros(0)
+def _losses(rec): return torch.stack([*map(torch.as_tensor, rec.losses)]) if rec.losses else torch.zeros(0)
 def _set_losses(rec, v): rec.losses = list(v)
 
+# %% ../../nbs/fastai/03_checkpoint.ipynb #c005s2
 def _epoch_ends(cb):
     rec = cb.learn.recorder
     trained = [cb.learn.train_iter]*(len(getattr(rec, 'log', ()))>1)
@@ -67,7 +68,8 @@ _lost = 'the gradients of {:g} samples are lost: GradientAccumulation had made n
 def _text(cb):
     path = Path(cb.learn.path)/cb.fname
     if 'file' in vars(cb) and not cb.file.closed: cb.file.flush()
-    return path.read_text() if path.exists() else '' # also on ranks that do not write it: they may become rank 0
+    # also on ranks that do not write it: they may become rank 0
+    return path.read_text() if path.exists() else ''
 
 def _set_text(cb, v):
     if 'file' not in vars(cb) or v==_text(cb): return # of rank 0; other ranks may be reading it
@@ -76,6 +78,7 @@ def _set_text(cb, v):
     cb.file.write(v)
     cb.file.flush()
 
+# %% ../../nbs/fastai/03_checkpoint.ipynb #c006s1
 def _scaler(cb): return cb.learn.scaler.state_dict() if getattr(cb.learn, 'scaler', None) is not None else {}
 def _set_scaler(cb, v):
     if v: cb.learn.scaler.load_state_dict(v)
@@ -126,8 +129,10 @@ def fitting(self:Learner)->bool:
     "Whether a fit is running, and not only `get_preds` or `validate`"
     return any(o is self for o in _running)
 
-Learner.start_at = StartAt() # as in the compact Learner; a `Checkpoint` gives a learner another one for a fit
+# as in the compact Learner; a `Checkpoint` gives a learner another one for a fit
+Learner.start_at = StartAt()
 
+# %% ../../nbs/fastai/03_checkpoint.ipynb #c010s1
 @patch
 def _do_fit(self:Learner):
     "As fastai's, from `start_at` on"

@@ -57,7 +57,10 @@ class _Indices:
     "The indices that `dl` reads in an epoch, the same on every rank"
     read_ahead = sys.maxsize # random streams are swapped once, not at each batch
     def __init__(self, dl, dealer): self.dl,self.dealer = dl,dealer
-    alike = property(lambda self: _of_fastai(self.dl, _drawn_by), doc="Whether fastai draws them, see `own_order`")
+    @property
+    def alike(self)->bool:
+        "Whether fastai draws them, see `own_order`"
+        return _of_fastai(self.dl, _drawn_by)
     def __iter__(self):
         self.dl.rng = random.Random(mix_seed(self.dealer.seed, self.dealer.epoch))
         return iter(self.dl.get_idxs())
@@ -86,11 +89,7 @@ def _order(dl, dealer):
     if dl.bs: whole.bs = dealer.step
     return dealer.drawn(_Indices(whole, dealer))
 
-class RankOrder:
-    "In place of `get_idxs`"
-    def __init__(self, order): self.order = order
-    def __call__(self): return list(self.order)
-
+# %% ../../nbs/fastai/00_loaders.ipynb #c007s1
 class _Items:
     """In place of `do_item` and `do_batch` of a copy: an item, with its transforms, draws from streams of its own,
     where this is on. ValueError for an item that is skipped where ranks share a batch"""
@@ -135,13 +134,14 @@ def _reading(new, get_idxs, dealer):
     if draws or dealer.world_size>1 and dealer.unit=='row': _Items(new, dealer)
     return new
 
+# %% ../../nbs/fastai/00_loaders.ipynb #c007s2
 def in_one_order(dl, seed):
     """A copy of `dl` that reads all of it, in an order that is the same on every rank; whether that is another one than
     the data set's"""
     dl = in_order(dl)
     if _is_plain(dl) and not dl.shuffle: return dl,False
     with shared_rng(seed): order = list(dl.get_idxs())
-    return dl.new(get_idxs=RankOrder(order)),order!=sorted(order)
+    return dl.new(get_idxs=partial(list, order)),order!=sorted(order)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c008
 @reindexed.register
@@ -149,7 +149,7 @@ def _(dl:DataLoader, dealer):
     if not dl.indexed: return _of_stream(dl, dealer)
     if dl.bs and _reads_itself(dl): return _of_batches(dl, dealer)
     if dl.bs is None: dealer.use(unit='batch', bs=1) # the data set's items are batches
-    return _reading(shallow(dl), RankOrder(_order(dl, dealer)), dealer)
+    return _reading(shallow(dl), partial(list, _order(dl, dealer)), dealer)
 
 def _reads_itself(dl):
     "Whether a class of the user's makes batches of indices in its own way: it may read the neighbours of the first one"
@@ -164,6 +164,7 @@ def _of_stream(dl, dealer):
     if hasattr(new, '_one_pass'): new._one_pass = partial(_one_pass, new)
     return _reading(new, None, dealer)
 
+# %% ../../nbs/fastai/00_loaders.ipynb #c008s1
 def _one_pass(dl):
     "In place of fastai's, which takes a sample of the epoch in progress to see what a batch is: it comes again"
     inner = dl.it
@@ -182,14 +183,12 @@ def _again(item, state):
 def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #bybatch1
-class _RankBatches(RankOrder):
-    "In place of `get_idxs`: the indices of a rank's batches"
-    def __call__(self): return [*chain.from_iterable(self.order)]
+def _joined(batches): return [*chain.from_iterable(batches)]
 
 def _of_batches(dl, dealer):
     batches = BatchSampler(_Indices(shallow(dl), dealer), dl.bs, dl.drop_last)
     batches.read_ahead = sys.maxsize
-    return _reading(shallow(dl), _RankBatches(dealer.drawn(batches, unit='batch')), dealer)
+    return _reading(shallow(dl), partial(_joined, dealer.drawn(batches, unit='batch')), dealer)
 
 @whole_batches.register
 def _(dl:DataLoader, dealer):
@@ -198,12 +197,15 @@ def _(dl:DataLoader, dealer):
     return _of_batches(dl, dealer)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c013
-class _PaddedAlike:
-    "In place of `get_idxs` and `create_batches`: pads each batch to the longest sample of the global batch"
+class _OwnBatches:
+    "In place of `get_idxs` and `create_batches` of a copy, which reads this order"
     def __init__(self, dl, order):
         self.dl,self.order = dl,order
         self.items = _Items(dl, order.dealer)
         dl.get_idxs,dl.create_batches = self.get_idxs,self.create_batches
+
+class _PaddedAlike(_OwnBatches):
+    "Pads each batch to the longest sample of the global batch"
     def get_idxs(self):
         "The indices of a rank; stores the longest sample of each global batch"
         d = self.order.dealer
@@ -224,7 +226,7 @@ class _PaddedAlike:
 @reindexed.register
 def _(dl:SortedDL, dealer):
     new,order = shallow(dl),_order(dl, dealer)
-    if dealer.world_size==1: return _reading(new, RankOrder(order), dealer)
+    if dealer.world_size==1: return _reading(new, partial(list, order), dealer)
     _PaddedAlike(new, order)
     return new
 
@@ -239,7 +241,7 @@ class _Streams(_Indices):
 def _of_texts(dl, whole, order):
     "A copy of an `LMDataLoader` that reads this order of the streams of `whole`"
     new = shallow(dl)
-    new.create_item,new.get_idxs = whole.create_item,RankOrder(order)
+    new.create_item,new.get_idxs = whole.create_item,partial(list, order)
     return new
 
 @reindexed.register
@@ -247,6 +249,7 @@ def _(dl:LMDataLoader, dealer):
     whole = dl.new(bs=dealer.step)
     return _of_texts(dl, whole, dealer.drawn(_Streams(whole, dealer)))
 
+# %% ../../nbs/fastai/00_loaders.ipynb #c018s1
 class _Rows(_Streams):
     "A rank's rows of each batch of an `LMDataLoader`: every W-th"
     def __iter__(self):
@@ -263,12 +266,8 @@ def _(dl:LMDataLoader, dealer):
     return new
 
 # %% ../../nbs/fastai/00_loaders.ipynb #prt02
-class _EachPart:
-    "In place of `get_idxs` and `create_batches`: a step's samples on all ranks, then a batch for each part of this one"
-    def __init__(self, dl, order):
-        self.dl,self.order = dl,order
-        self.items = _Items(dl, order.dealer)
-        dl.get_idxs,dl.create_batches = self.get_idxs,self.create_batches
+class _EachPart(_OwnBatches):
+    "Yields a step's samples on all ranks, then a batch for each part of this one"
     def get_idxs(self):
         "No indices; stores those of each part of each step"
         self.keys = [*self.order]
@@ -304,7 +303,8 @@ class DistributedDL(core.DistributedDL):
         world_size = world_size or num_distrib() or 1
         if reindexed.dispatch(type(dataset)) is reindexed.dispatch(object):
             return super().__init__(dataset, rank, world_size, seed=seed, pad=pad, **kw)
-        self._split(with_settings(dataset, **kw) if kw else dataset, Deal(rank, world_size, pad), seed)
+        dl = with_settings(dataset, **kw) if kw else dataset
+        self._split(dl, Deal(rank, world_size, pad), seed)
     reader = property(lambda self: getattr(self.dl, 'fake_l', None), doc="As of torch's loader; None without one")
 
 # %% ../../nbs/fastai/00_loaders.ipynb #shdl01

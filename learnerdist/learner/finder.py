@@ -9,38 +9,24 @@ __all__ = []
 from contextlib import ExitStack,contextmanager
 from copy import deepcopy
 from importlib.util import find_spec
+from itertools import chain
 
 import torch
 from fastcore.basics import patch
 from torch import Tensor,nn
 
 from ..core.env import is_rank0
-from ..core.random import untouched
+from ..core.random import Generators,untouched
 from ..core.shards import groups_of
 from ..core.stacks import need
-from ..data.distributed_dl import loader_parts,set_epoch
+from ..data.distributed_dl import set_epoch
 from ..data.loaders import loaders_of
 from .callback import Callback,CancelEpochException,CancelFitException,Order
-from .learner import Learner,get_model,group_lrs
+from .learner import Learner,group_lrs
 from .loggers import LogWriter
 from .losses import loss_over,unweighted
 from .recorder import stacked
 from .schedule import Scheduler,TrackerCallback
-
-# %% ../../nbs/learner/11_finder.ipynb #lrf11
-def _generators(dls):
-    "The generators of loaders and their samplers"
-    parts = []
-    for dl in dls: parts += [*loader_parts(dl),*loader_parts(getattr(dl, 'source', dl))]
-    found = [getattr(o, 'generator', None) for o in parts]
-    return [o for o in found if isinstance(o, torch.Generator)]
-
-def _tensors(learn):
-    "Parameters and buffers of the model and of the loss, and what the optimizer trains"
-    res = sum(map(list, groups_of(learn.opt)), [])
-    for m in (get_model(learn.model),learn.loss_func):
-        if isinstance(m, nn.Module): res += [*m.parameters(),*m.buffers()]
-    return res
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf12
 @contextmanager
@@ -51,9 +37,12 @@ def no_trace(learn):
     old = learn.opt
     learn.prepare_model()
     if old is None: learn.create_opt()
-    tensors = [(t,t.detach().clone()) for t in _tensors(learn)]
+    modules = [o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module)]
+    # buffers are left to `untouched`
+    params = {*chain(*groups_of(learn.opt), *[m.parameters() for m in modules])}
+    values = [(p,p.detach().clone()) for p in params]
     opt = deepcopy(learn.opt.state_dict())
-    gens = [(g,g.get_state()) for g in _generators(dls)]
+    gens = [(g,g.get_state()) for g in Generators.of(*dls) if isinstance(g, torch.Generator)]
     epochs = [(o,o.epoch) for o in dls if hasattr(o, 'epoch')]
     states = [(cb,deepcopy(cb.state_dict())) for cb in learn.cbs if hasattr(cb, 'state_dict')]
     with ExitStack() as stack:
@@ -64,7 +53,7 @@ def no_trace(learn):
             learn.opt.zero_grad()
             learn.opt.load_state_dict(opt)
             with torch.no_grad():
-                for t,was in tensors: t.copy_(was)
+                for p,was in values: p.copy_(was)
             for cb,state in states:
                 if state: cb.load_state_dict(state)
             for dl,epoch in epochs: set_epoch(dl, epoch)

@@ -122,9 +122,6 @@ class Runner:
     def track(self, o):
         """Let the tensors by name in `o.weights` be the same for all who take part; and if a context has split the
         model, make them whole at its end"""
-    def draw_seed(self)->int:
-        "A seed, the same for all who take part"
-        return torch.randint(2**62, ()).item()
 
 # %% ../../nbs/learner/01_learner.ipynb #oom01
 def check_fit(n_epoch, start_epoch, reset_opt):

@@ -91,9 +91,6 @@ class Runner:
         """Let the tensors by name in `o.weights` be the same for all who take part; and if a context has split the
         model, make them whole at its end"""
 
-    def draw_seed(self) -> int:
-        """A seed, the same for all who take part"""
-
 def check_fit(n_epoch, start_epoch, reset_opt):
     """ValueError for numbers of epochs that are none, and if `reset_opt` is neither true nor false, such as a text"""
 
@@ -361,17 +358,6 @@ class Learner:
         item: An input as in the data set, without target; a tuple for several inputs
         act: As in `get_preds`"""
 
-    def tta(self, ds_idx: int=1, dl=None, n: int=4, item_tfms=None, batch_tfms=None, beta: float=0.25, use_max: bool=False) -> tuple:
-        """Predict `n` augmented versions of each sample, and the sample itself, and mix the predictions
-
-        dl: As in `get_preds`
-        n: Number of versions of each sample
-        item_tfms: Transforms of items, one or a list; None: `after_item` of the training loader
-        batch_tfms: Transforms of batches; None: `after_batch` of the training loader. Random ones depend on the ranks
-        beta: Part of the plain prediction in the result; None: return both, the augmented ones first
-        use_max: The largest of all predictions, and not a mean
-        returns: (predictions, targets), as from `get_preds`"""
-
     def save(self, file, with_opt: bool | None=None) -> Path:
         """Write the model's weights atomically, with a checksum. Only rank 0 writes, and no rank waits; if the model is
         sharded, all must call
@@ -387,13 +373,6 @@ class Learner:
         file: As in `save`; or the folder of a `Checkpoint` or of one of its checkpoints, within the learner's path
         with_opt: Also load the optimizer's state, if the file has it; a checkpoint gives weights only
         strict: The keys of the file and of the model must be the same"""
-
-    def export(self, fname='export.pth') -> Path:
-        """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call.
-        ValueError if not data
-
-        fname: File name within the learner's path, or an address
-        returns: The file"""
 
     def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, *, cbs=None, reset_opt=False, start_epoch=0, ddp: Any=..., amp: Any=..., resume: Any=..., **flags):
         """Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)

@@ -88,8 +88,6 @@ class ProgressCallback(Callback):
 
     def before_epoch(self):
         if self.mbar: self.mbar.update(self.epoch)
-    def before_train(self): self._start_bar()
-    def before_validate(self): self._start_bar()
 
     def _start_bar(self):
         self.bar = None
@@ -99,6 +97,7 @@ class ProgressCallback(Callback):
         self.bar = self.bar_of(self.dl, total=total, parent=self.mbar, leave=False)
         self.bar.comment = _Smooth(self.learn)
         self.bar.update(0)
+    before_train = before_validate = _start_bar
 
     def after_batch(self):
         if self.mbar and self.bar: self.bar.update(self.iter+1)

@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler
 from ..core.compat import tree_leaves,tree_map,version
 from ..core.env import wide_dtype
 from ..core.random import untouched
+from ..core.stacks import need
 from ..data.loaders import data_len,find_bs
 from ..data.rows import batch_leaves,listed
 
@@ -90,6 +91,7 @@ def mean_over(loss_func)->MeanOver:
 
 def _by_items(n_items): return MeanOver('whole') if n_items=='whole' else MeanOver('items', n_items)
 
+# %% ../../nbs/learner/00_losses.ipynb #0864ecc0s1
 @mean_over.register
 def _(loss_func:nn.Module):
     if (n_items := getattr(loss_func, 'n_items', None)) is not None: return _by_items(n_items)
@@ -150,6 +152,7 @@ def as_mean(total, n):
     "(mean, count) for a loss given as a sum and a count; the mean is 0 if the count is 0"
     return unweighted(total, torch.as_tensor(n).to(total)),n
 
+# %% ../../nbs/learner/00_losses.ipynb #ceff65e0s1
 def weighted(mean, n)->Tensor:
     """`mean` times `n`; 0 if `n` is 0, even if the mean is NaN. mean: a loss or a metric: a number or a tensor (); n:
     its weight: a number or a tensor (); returns: (), in the device's `wide_dtype`"""
@@ -172,6 +175,8 @@ def cut(b, n:int, i:int, j:int):
     return tree_map(lambda o: o[i:j], b)
 
 _tols = {torch.float64: 1e-8, torch.float32: 1e-4}
+
+# %% ../../nbs/learner/00_losses.ipynb #ceff65e0s2
 def tolerance(*os): # None counts as a float
     "The relative difference that is rounding, for values of these dtypes; a float may be of float32, by `item()`"
     return max(_tols.get(o.dtype, .02) if isinstance(o, Tensor) else 1e-6 for o in os)
@@ -274,6 +279,7 @@ def loss_of_batch(learn):
     if type(res) is tuple: res,learn.items = as_mean(*res)
     return res
 
+# %% ../../nbs/learner/00_losses.ipynb #031ef7b2s1
 def n_items(learn, over=None):
     """The weight of the current batch's loss in a mean, after the loss: its number of items if they must be counted,
     else of samples. A number, or a tensor (); of this rank's batch. `over`: what the loss counts, if that is known"""
@@ -332,12 +338,13 @@ def _observed(learn, func):
     trace.calls = [] # they hold the batch
     return res
 
+# %% ../../nbs/learner/00_losses.ipynb #0f5e7a11s1
 def loss_of_model(pred, *_):
     "The loss that a model puts into its output, as Hugging Face's do: `pred['loss']` or `pred.loss`; else ValueError"
     res = pred.get('loss') if isinstance(pred, Mapping) else getattr(pred, 'loss', None)
-    if res is not None: return res
-    raise ValueError(f'loss_func=None: the output of the model, a {type(pred).__name__}, has no `loss`: '
-                     'give a loss_func')
+    found = f'loss_func=None: the output of the model, a {type(pred).__name__}, has no `loss`'
+    need(res is not None, f'{found}: give a loss_func')
+    return res
 
 def unread_loss(pred, *targ):
     "In place of a loss at which nobody looks; the Recorder leaves it out"

@@ -166,10 +166,9 @@ def mk_metrics(ms)->list:
     return res
 
 # %% ../../nbs/learner/02_metrics.ipynb #c013b
-def mk_metric(
-    m # A function of (prediction, *targets), a `Metric` or its class, or a torchmetrics object
-)->Metric:
-    "A `Metric` from a function, a class or an object. ValueError if `m` is none of these"
+def mk_metric(m)->Metric:
+    """A `Metric` from a function, a class or an object. ValueError if `m` is none of these. m: a function of
+    (prediction, *targets), a `Metric` or its class, or a torchmetrics object"""
     if isinstance(m, type): m = m()
     if hasattr(m, 'accumulate'): return m
     if hasattr(m, 'update') and hasattr(m, 'compute'): return TorchMetric(m)
@@ -198,6 +197,7 @@ def accuracy(
     scores,classes = _in_rows(pred, targ, axis)
     return _share(scores.argmax(-1)==classes)
 
+# %% ../../nbs/learner/02_metrics.ipynb #c015s1
 def error_rate(pred:Tensor, targ:Tensor, axis:int=-1):
     """1 - `accuracy`: the fraction of wrong predictions in this batch, tensor (). pred, targ, axis: as in
     `accuracy`"""
@@ -224,6 +224,8 @@ class State:
 
 class Sums(State): "The state is numbers or tensors; it is summed over ranks"
 class Rows(State): "The state is lists to which each batch adds an entry or several, put together in order"
+
+# %% ../../nbs/learner/02_metrics.ipynb #c018s1
 class Batches: "Of any other metric: it gets the batches of all ranks, in their order, at the end of the loop"
 
 # %% ../../nbs/learner/02_metrics.ipynb #c019

@@ -58,21 +58,19 @@ class Scheduler(Callback):
         "A step; more or fewer in a fit that was resumed with other global batches, so that the schedule ends with it"
         if self.n_batches==self.n_made_for: return self.sched.step()
         self.behind += self.n_made_for
+        most = getattr(self.sched, 'total_steps', math.inf) # torch's OneCycleLR refuses more
         while self.behind>=self.n_batches:
             self.behind -= self.n_batches
-            is_over = getattr(self.sched, 'last_epoch', 0)>=getattr(self.sched, 'total_steps', math.inf)
-            if not is_over: self.sched.step() # torch's OneCycleLR refuses more
+            if getattr(self.sched, 'last_epoch', 0)<most: self.sched.step()
 
     def after_epoch(self):
         if self.by=='epoch': self.sched.step()
 
-    def after_fit(self):
-        if not isinstance(self.learn, Learner): self.cleanup() # fastai's Learner does not call `cleanup`
-
     def state_dict(self):
         "The state of torch's scheduler, and the batches of an epoch that it was made for; empty before a fit"
         if not self.sched: return {}
-        return self.sched.state_dict()|dict(n_made_for=self.n_made_for, n_batches=self.n_batches, behind=self.behind)
+        own = dict(n_made_for=self.n_made_for, n_batches=self.n_batches, behind=self.behind)
+        return self.sched.state_dict()|own
 
     def load_state_dict(self, state):
         "Load a result of `state_dict` into this fit, whose epochs may have more or fewer batches"
@@ -151,7 +149,8 @@ def fit_one_cycle(self:Learner,
         make = partial(OneCycleLR, opt, highest, n_epoch*of_epoch, **options, **divs)
         sched = make()
         start = min(start_epoch, n_epoch)*of_epoch
-        return make(last_epoch=start-1) if start else sched # with what the first has set in the optimizer's groups
+        # with what the first has set in the optimizer's groups
+        return make(last_epoch=start-1) if start else sched
     cbs = [Scheduler(one_cycle),*listify(cbs)]
     with self.flagged(flags): self.fit(n_epoch, lr_max, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch)
 
@@ -228,14 +227,10 @@ class TrackerCallback(Callback):
         need(min_delta>=0, 'the least improvement that counts, 0 or more', min_delta=min_delta)
         falls = 'loss' in monitor or 'error' in monitor
         self.comp = comp or (operator.lt if falls else operator.gt)
+        self.lower = bool(self.comp(0., 1.)) # Whether lower is better
         self.monitor = monitor
         self.min_delta = min_delta
         self.reset_on_fit = reset_on_fit
-
-    @property
-    def lower(self)->bool:
-        "Whether lower is better"
-        return bool(self.comp(0., 1.))
 
     def before_fit(self):
         self.idx = self._column()

@@ -109,9 +109,9 @@ class MixedPrecision(Callback):
     def _leave(self):
         cast,self.cast = self.cast,None
         if cast: cast.__exit__(None, None, None)
+    after_loss = _leave
 
     def after_pred(self): self.learn.pred = apply(_as_float32, self.pred)
-    def after_loss(self): self._leave()
 
     def before_backward(self):
         if self.scaler: self.learn.loss_grad = self.scaler.scale(self.loss_grad)
@@ -155,8 +155,7 @@ for _o in cancels: setattr(MixedPrecision, f'after_cancel_{_o}', MixedPrecision.
 @patch
 def to_fp32(self:Learner)->Learner:
     "Train and evaluate in the model's own precision, without mixed precision"
-    self.remove_cb(MixedPrecision)
-    return self
+    return self.remove_cb(MixedPrecision)
 
 @patch
 def to_fp16(self:Learner, **kw)->Learner:
@@ -168,6 +167,7 @@ def to_bf16(self:Learner)->Learner:
     "Train and evaluate in mixed precision with bfloat16"
     return self.to_fp32().add_cb(MixedPrecision(torch.bfloat16))
 
+# %% ../../nbs/learner/06_techniques.ipynb #c014s1
 @singledispatch
 @contextmanager
 def amp_flag(learn, dtype):
@@ -230,7 +230,7 @@ class GradientAccumulation(Callback):
         self.stepping,self.marks,self.at = True,deque(),None
 
     def before_train(self):
-        self._forget()
+        self.cleanup()
         if data_len(self.dl) is None: self.learn.dl = _Marked(self.dl, self.marks)
 
     def before_batch(self):
@@ -262,17 +262,13 @@ class GradientAccumulation(Callback):
     def before_step(self):
         if not self.stepping: raise CancelBatchException
     def after_step(self): self.count,self.items = 0,0
-    def cleanup(self): self._forget()
 
-# %% ../../nbs/learner/06_techniques.ipynb #a030
-@patch
-def _forget(self:GradientAccumulation):
-    "Drop the gradients of an incomplete group, after its loop ended early"
-    if self.count and self.opt is not None:
-        self.opt.zero_grad()
-    self.after_step()
-    self.marks.clear()
-    self.at = None
+    def cleanup(self):
+        "Drop the gradients of an incomplete group, after its loop ended early"
+        if self.count and self.opt is not None: self.opt.zero_grad()
+        self.after_step()
+        self.marks.clear()
+        self.at = None
 
 # %% ../../nbs/learner/06_techniques.ipynb #a033
 class _Marked(LoaderWrapper):
@@ -299,7 +295,8 @@ def steps_per_epoch(
     n = len(dl) if n is None else n
     acc = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
     if acc is None: return n
-    bs = dl.dealer.step if hasattr(dl, 'dealer') and dl.dealer.by_step else batch_shape(dl)[0] # of all ranks
+    # of all ranks
+    bs = dl.dealer.step if hasattr(dl, 'dealer') and dl.dealer.by_step else batch_shape(dl)[0]
     need(bs, f'{type(dl).__name__} without a batch size: count the steps')
     return math.ceil(n/math.ceil(acc.n_acc/bs))
 
@@ -420,11 +417,10 @@ class EMA(Callback):
     def of_loop(self): return dict(applied=self.applied, before=[*self.before], skipped=self.skipped)
     def after_fit(self):
         if not self.learn.fitting: self.cleanup() # of fastai's `validate`, also after an exception
-    def after_cancel_fit(self): self.cleanup()
-    def after_cancel_epoch(self): self.cleanup()
     def cleanup(self):
         while self.before: self.after_validate()
         self.skipped = False
+    after_cancel_fit = after_cancel_epoch = cleanup
 
     def restart(self):
         "Let the average begin again, with the weights that the model has: after a load. All ranks call it"
@@ -471,6 +467,7 @@ def evaluated_weights(learn):
     ema = _ema(learn)
     return ema.apply() if ema and ema.evaluate else nullcontext()
 
+# %% ../../nbs/learner/06_techniques.ipynb #ema04bs1
 def evaluate_loaded(learn):
     "After a load into the model: with `EMA(evaluate=True)` the average begins again there, so that this is evaluated"
     ema = _ema(learn)
