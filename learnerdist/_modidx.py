@@ -757,8 +757,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl.Dealt.chunks': ( 'data/distributed_dl.html#dealt.chunks',
                                                                                                    'learnerdist/data/distributed_dl.py'),
-                                                 'learnerdist.data.distributed_dl.Dealt.of_all_ranks': ( 'data/distributed_dl.html#dealt.of_all_ranks',
-                                                                                                         'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl.DealtOrder': ( 'data/distributed_dl.html#dealtorder',
                                                                                                  'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl.DealtOrder.__init__': ( 'data/distributed_dl.html#dealtorder.__init__',

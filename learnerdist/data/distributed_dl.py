@@ -19,7 +19,7 @@ from .loaders import is_shuffled, one_batch, pipe, read_loader
 from ..core.random import Generators,draw,map_seeded,mix_seed,no_generators,rng_state
 from ..core.random import same_streams,seed_streams,set_rng_state,shared_rng
 from ..core.stacks import need,warn
-from .sharding import Deal, epoch_order, to_list
+from .sharding import Deal, epoch_order
 from .datasets import as_it_is, at_once, columns_of
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
@@ -109,9 +109,6 @@ class Dealt:
         gens = [g for o in parts if isinstance(g := getattr(o, 'generator', None), torch.Generator)]
         rng = shared_rng(d.seed, d.epoch, generators=gens)
         return d.progress.noted(draw(self.source, rng, self.chunk, self.chunk))
-    def of_all_ranks(self):
-        "Iterator over the items before they are dealt"
-        return chain.from_iterable(map(to_list, self.chunks()))
     def _sized(self, batches):
         self.dealer.sizes = []
         for o in batches:
@@ -604,8 +601,7 @@ class DistributedDL(LoaderWrapper):
             same = world_size<2 or None in (n,r) or (n,r)==(world_size,rank)
             here = f'rank {rank} of {world_size}'
             need(same, f'a sampler deals rank {r} of {n} its samples, and {here} reads them')
-        if global_bs: kw['global_bs'] = global_bs
-        if max_bs: kw['max_bs'] = max_bs
+        kw |= {k: v for k,v in dict(global_bs=global_bs, max_bs=max_bs).items() if v}
         what = f'this {type(dl).__name__} is split already'
         need(not kw, f"{', '.join(kw)}: {what}, so its settings are its user's")
         return dl

@@ -173,8 +173,7 @@ def undeal(parts):
     dealt = lens==[len(range(r, n, W)) for r in range(W)]
     need(dealt, f'parts of lengths {lens} were not dealt from one order without padding')
     out = first.new_empty(n, *first.shape[1:]) if isinstance(first, Tensor) else [None]*n
-    for r,p in enumerate(parts):
-        if len(p): out[r::W] = p
+    for r,p in enumerate(parts): out[r::W] = p
     return out
 
 # %% ../../nbs/data/00_sharding.ipynb #prt002

@@ -23,7 +23,7 @@ from ..data import distributed_dl as core
 from ..distributed.shares import Share
 from ..data.distributed_dl import collate_parts,in_order,is_quiet
 from ..data.distributed_dl import parted,reindexed,whole_batches,with_settings
-from ..data.sharding import Deal
+from ..data.sharding import Deal,to_list
 
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
 names.update( # Private names of fastai; those of torch are in `core.compat`
@@ -209,7 +209,7 @@ class _PaddedAlike(_OwnBatches):
     def get_idxs(self):
         "The indices of a rank; stores the longest sample of each global batch"
         d = self.order.dealer
-        whole = [*self.order.of_all_ranks()]
+        whole = [*chain.from_iterable(map(to_list, self.order.chunks()))]
         size = self.dl.res.__getitem__
         steps = range(d.start, len(whole), d.step)
         self.longest = [max(whole[i:i+d.step], key=size) for i in steps]

@@ -10,7 +10,7 @@ __all__ = ['Metric', 'AvgMetric', 'AvgLoss', 'AccumMetric', 'skm_metric', 'Torch
 from functools import partial,singledispatch
 
 import torch
-from fastcore.basics import listify
+from fastcore.basics import listify,store_attr
 from torch import Tensor
 
 from ..core.compat import metric_state,unsynced,update_count
@@ -103,10 +103,7 @@ class AccumMetric(Metric):
         invert_arg=False,# Call `func` with targets first, as scikit-learn does
         name=None, **kwargs # Column in the table (None: name of the function); further arguments of `func`
     ):
-        self.func,self.kwargs = func,kwargs
-        self.dim_argmax = dim_argmax
-        self.activation = activation
-        self.to_np,self.invert_arg = to_np,invert_arg
+        store_attr('func,dim_argmax,activation,to_np,invert_arg,kwargs')
         self._name = name or _func_name(func)
 
     def reset(self): self.preds,self.targs = [],[]

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/learner/10_predictions.ipynb #56d3b1bf
 from collections.abc import Mapping
 
-from fastcore.basics import listify,noop,patch
+from fastcore.basics import listify,noop,patch,store_attr
 from torch.utils.data import default_collate
 
 from ..core.compat import tree_map
@@ -35,9 +35,7 @@ class GatherPreds(Callback):
     def __init__(self, with_input=False, with_loss=False, act=noop, gather='all'):
         """with_input, with_loss: also collect inputs, and the loss of each sample; act: a function to apply to the
         predictions; gather: as in `get_preds`"""
-        self.with_input,self.with_loss = with_input,with_loss
-        self.act = act
-        self.gather = gather
+        store_attr('with_input,with_loss,act,gather')
         self.names = [*['inputs']*with_input,'preds','targets',*['losses']*with_loss]
         self.inputs,self.losses = [],[]
         self.preds,self.targets = [],[]

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from fastcore.basics import listify,patch
+from fastcore.basics import listify,patch,store_attr
 from fastcore.meta import delegates
 from torch import nn
 from torch.optim import Optimizer,lr_scheduler
@@ -228,9 +228,7 @@ class TrackerCallback(Callback):
         falls = 'loss' in monitor or 'error' in monitor
         self.comp = comp or (operator.lt if falls else operator.gt)
         self.lower = bool(self.comp(0., 1.)) # Whether lower is better
-        self.monitor = monitor
-        self.min_delta = min_delta
-        self.reset_on_fit = reset_on_fit
+        store_attr('monitor,min_delta,reset_on_fit')
 
     def before_fit(self):
         self.idx = self._column()
@@ -321,9 +319,7 @@ class SaveModelCallback(TrackerCallback):
         good = keep==1 or keep>1 and not every_epoch
         need(good, 'keep 1 or more, or every epoch', keep=keep, every_epoch=every_epoch)
         super().__init__(monitor, comp, min_delta, reset_on_fit)
-        self.fname,self.with_opt = fname,with_opt
-        self.every_epoch,self.at_end = every_epoch,at_end
-        self.keep = keep
+        store_attr('fname,every_epoch,at_end,with_opt,keep')
 
     def reset(self):
         super().reset()
