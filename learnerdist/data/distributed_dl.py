@@ -684,8 +684,7 @@ class DistributedDL(LoaderWrapper):
         b = one_batch(self.dl)
         return self.after_part(b[1]) if self.dealer.n_parts else b
 
-_repeated = ('each of {} workers reads the whole stream, so each sample comes as often, as in one process: split it by '
-             'get_worker_info(), or read it with one worker')
+_repeated = 'each of {} workers reads the whole stream: split it by get_worker_info(), or use one worker'
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #wset01
 def loader_of(batches)->DataLoader:

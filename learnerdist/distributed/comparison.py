@@ -225,8 +225,8 @@ def need_equal(every:list, cbs=()):
         shared = set.intersection(*map(set, cbs))
         if all(o in rest for o in own): continue
         found['callbacks'] = [', '.join([k for k in o if k not in shared] or o) for o in cbs]
-    text = (f'the ranks train differently: {describe_unequal(found)}. Give the same on all; what is drawn, as by the '
-            'sampler of a sweep, needs a seed')
+    what = f'the ranks train differently: {describe_unequal(found)}'
+    text = f'{what}. Give all the same; what is drawn, as by the sampler of a sweep, needs a seed'
     if found: raise ValueError(coded('different-settings', text))
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp02c

@@ -308,8 +308,8 @@ class Sharded(Trained):
         self.trained = [p.requires_grad for _,p in self.pairs]
         try: out = self.model(*xb, **kw)
         except self.cancels as e:
-            raise ValueError(f'{type(e).__name__} within the forward pass, where other ranks of a sharded model wait: '
-                             'raise it in an event of a callback') from e
+            found = f'{type(e).__name__} within the forward pass, where other ranks of a sharded model wait'
+            raise ValueError(f'{found}: raise it in an event of a callback') from e
         step = self.engine.loop.step
         return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
 

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/learner/10_predictions.ipynb #56d3b1bf
 from collections.abc import Mapping
+from itertools import chain
 
 from fastcore.basics import listify,noop,patch,store_attr
 from torch.utils.data import default_collate
@@ -108,7 +109,7 @@ def get_preds(self:Learner,
 _after = [o for o in all_events if o.startswith('after_')]
 def _is_unread(learn):
     "Whether no callback of the user's may look at the loss: of large outputs it takes longer than the prediction"
-    cbs = [cb for e in _after for cb in learn._handlers[e]]
+    cbs = chain(*[learn._handlers[e] for e in _after])
     return all(type(cb).__module__.startswith('learnerdist.') for cb in cbs)
 
 # %% ../../nbs/learner/10_predictions.ipynb #c011

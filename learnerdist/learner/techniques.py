@@ -34,12 +34,12 @@ from .losses import batch_rows,loss_kind,loss_over,n_items
 # %% ../../nbs/learner/06_techniques.ipynb #c007
 def with_grad(opt)->list:
     "The parameters of an optimizer that have a gradient"
-    return [p for g in opt.param_groups for p in g['params'] if p.grad is not None]
+    return [p for p in chain(*groups_of(opt)) if p.grad is not None]
 
 def scale_grads(opt, k):
     """Multiply the gradients that parts or batches have added up. opt: the learner's optimizer; k: a number or a
     tensor ()"""
-    grads = [p.grad for p in chain(*groups_of(opt)) if p.grad is not None]
+    grads = [p.grad for p in with_grad(opt)]
     if all(type(g) is torch.Tensor and g.layout==torch.strided for g in grads) and grads: foreach_mul(grads, k)
     else:
         for g in grads: g.mul_(k)
@@ -227,7 +227,8 @@ class GradientAccumulation(Callback):
         self.count = 0
         self.items = 0
         self.own = 0
-        self.stepping,self.marks,self.at = True,deque(),None
+        self.stepping,self.at = True,None
+        self.marks = deque()
 
     def before_train(self):
         self.cleanup()
@@ -324,7 +325,7 @@ class Lookahead(Optimizer):
     # a scheduler wraps `step`; the wrapper is not copied
     def __getstate__(self): return {k:v for k,v in vars(self).items() if k!='step'}
     def __setstate__(self, state): vars(self).update(state)
-    def _params(self): return [p for g in self.param_groups for p in g['params']]
+    def _params(self): return [*chain(*groups_of(self))]
 
     @torch.no_grad()
     def step(self, closure=None):
