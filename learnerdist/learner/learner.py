@@ -222,7 +222,7 @@ class Learner:
         self.metrics = [metrics] if hasattr(metrics, 'items') else listify(metrics)
         self.model_dir = model_dir
         self.path = as_path(path or getattr(dls, 'path', '.'))
-        remedy = 'give a local folder, and addresses to save, load, export and Checkpoint'
+        remedy = 'give a local folder, and addresses to save, load and Checkpoint'
         need(isinstance(self.path, Path), remedy, path=path)
         self.cbs = []
         self.logger = print
