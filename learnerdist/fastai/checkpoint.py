@@ -183,6 +183,7 @@ def load(self:Learner, file, device=None, **kwargs):
     else: _load_file(self, found, model, device, **kwargs)
     return self
 
+# %% ../../nbs/fastai/03_checkpoint.ipynb #ckf11s1
 def _load_file(learn, path, model, device, **kwargs):
     if learn.opt is None: learn.create_opt()
     opt = learn.opt
@@ -208,6 +209,7 @@ def export(self:Learner, fname='export.pkl', *args, **kwargs):
     try: save_once(as_path(fname, self.path), lambda tmp: _export(self, tmp.absolute(), *args, **kwargs))
     finally: self.dls,self.opt = kept
 
+# %% ../../nbs/fastai/03_checkpoint.ipynb #ckf11s2
 def load_learner(fname, *args, **kwargs):
     "As fastai's, also from an address; it waits for rank 0's file alone, as `load` does"
     if not isinstance(fname, (str,Path,Remote)): return fastai_learner.load_learner(fname, *args, **kwargs)
