@@ -10,7 +10,7 @@ import copy, math, os, torch, zlib
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, singledispatch
-from itertools import chain, count, islice, repeat
+from itertools import chain, count, islice, repeat, starmap
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 from torch.utils.data import Subset, SubsetRandomSampler, default_collate, get_worker_info
 from ..core.compat import no_iterator,tree_leaves
@@ -362,9 +362,9 @@ class _Stream(LoaderWrapper, IterableDataset):
         if worker<2: d.hashes[worker] = sample_hash(first[:1])
         numbers = count(at*workers+worker, workers)
         items = d.read(([*zip(chunk, numbers)] for chunk in chain([first], chunks)), at=at)
-        if not d.n_parts: yield from (self._item(*o) for o in items)
+        if not d.n_parts: yield from starmap(self._item, items)
         else:
-            for k,n,parts in items: yield k,n,[[self._item(*o) for o in part] for part in parts]
+            for k,n,parts in items: yield k,n,[[*starmap(self._item, part)] for part in parts]
     def _chunks(self, rng): return draw(self._inner, rng, self._dealer.world_size)
     def _item(self, o, i):
         d = self._dealer

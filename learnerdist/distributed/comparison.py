@@ -75,7 +75,8 @@ def unsynced(model)->list:
 
 def compared(model, but=())->dict:
     "Tensors that must be equal on all ranks: parameters that are not sharded; buffers, but of these layers"
-    skip = {id(b) for b in chain(*[m.buffers() for m in but])}
+    skip = set()
+    for m in but: skip |= {*map(id, m.buffers())}
     named = [*model.named_parameters(),*model.named_buffers()]
     return {k: v for k,v in named if id(v) not in skip and not is_sharded(v)}
 

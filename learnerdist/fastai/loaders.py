@@ -123,7 +123,7 @@ class _Items:
         self.outer = None
     def _own(self): return self.dealer.generators(self.dl.dataset, self.dl.after_item)
 
-_skipped = 'item {} is skipped (SkipItemException), and ranks share its batch: leave it out of the data'
+_skipped = 'item {} is skipped (SkipItemException), and ranks share batches: leave it out of the data set'
 
 def _reading(new, get_idxs, dealer):
     "A copy of a loader that reads these indices (`n` stays that of the data set), by `_Items` where that is needed"
