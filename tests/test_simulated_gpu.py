@@ -156,7 +156,7 @@ def test_what_nccl_refuses(kind, backend):
 # --- trainings --------------------------------------------------------------------------------------------------------
 
 quick = 'BatchNorm','ignored labels','max_bs','float16, GradScaler','shard=True',"fastai's fit" # of each kind
-every = [*of_table,*stories,*of_fastai]
+every = (*of_table,*stories,*of_fastai)
 # Waits of the host in a step beyond those of one process that are not 0. BatchNorm: torch's, 3 a layer; unused parameters: of DDP
 beyond = {'BatchNorm': 3, 'unused parameters': 1, "the model's own loss": 1, 'comm_hook powersgd': 1.4, 'shard=dict(offload=True)': 12}
 # Collectives of a step: one a bucket, and one for items that only the device knows, as those of labels are
