@@ -313,13 +313,8 @@ def both(event, **ctx): return fitted(lambda: learner(Both(), cbs=TrainGen(event
 
 def unused():
     expects = dict(find_unused_parameters=True)
-<<<<<<< HEAD
     gans = both('after_loss', **expects),*map(both, ('before_batch','after_loss','after_step'))
     return fitted(idle),skips(),skips(**expects),skips(3),*gans
-=======
-    first = fitted(idle),skips(),skips(**expects),skips(3),both('after_loss', **expects)
-    return *first,*map(both, ('before_batch','after_loss','after_step'))
->>>>>>> 5e21f15d (A line of a test that was too long)
 def skips_last(): return skips(3)
 
 def test_unused_parameters():
