@@ -56,6 +56,7 @@ def blocks(): return nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)]) # the m
 def tied_layers():
     m = Net()
     m.layers[0].a.weight = m.layers[1].a.weight
+    m.layers[0].is_tied = True
     return m
 def partly_frozen():
     m = Net()
@@ -159,7 +160,7 @@ same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=eve
             frozen=even(model=partly_frozen), tied=even(model=tied),
             accumulation=even(cbs=[acc(24)]), odd=even(cbs=[acc(36)], n=56),
             recurrent=even(model=Recurrent), batchnorm=even(model=bn, n=36), root=even(shard=dict(blocks=lambda m: False)),
-            linears=even(shard=dict(blocks=[nn.Linear])),
+            linears=even(shard=dict(blocks=[nn.Linear])), tied_blocks=even(model=tied_layers, shard=dict(blocks=Layer)),
             light=even(model=light), kept=even(shard=dict(reshard=False)), dropped=even(shard=dict(blocks=Layer, reshard=True)),
             stopping=even(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(5,)))
 
@@ -400,7 +401,7 @@ refused = dict(text=(net, dict(shard='nodes'), 'give True, or a dict of options,
     comm_hook=(net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'),
     absent=(net, dict(shard=dict(blocks=[nn.LSTM])), "has no such module with weights. Give classes of this model: Linear"),
     container=(net, dict(shard=dict(blocks=nn.ModuleList)), 'has no forward pass: give the modules in it'),
-    tied=(tied_layers, dict(shard=dict(blocks=Layer)), 'or give the module that holds both'),
+    tied=(tied_layers, dict(shard=dict(blocks=lambda m: hasattr(m, 'is_tied'))), 'or give the module that holds both'),
     lazy=(lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'run a batch through the model before the context'),
     max_norm=(lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), '0 has max_norm, which shortens on each rank'),
     meta=(lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'weight is on the meta device, and has no values'),
