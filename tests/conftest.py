@@ -4,11 +4,15 @@ import signal
 import pytest,torch
 from leaks import leak_check
 from harness import changed, module_state
+from learnerdist.launch import processes
 from fastai_lines import pytest_addoption,pytest_runtest_makereport,pytest_terminal_summary,table # noqa: F401
 
 # A shell's job in the background ignores SIGINT, and one of nohup SIGHUP: tests send both to their processes, which would inherit that
 for o,handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(o)==signal.SIG_IGN: signal.signal(o, handler)
+
+# What the server of this process's ranks has imported, beyond what others have, if this process has it: else each rank imports it
+processes._heavy += ['fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.collab','mlflow']
 
 torch.set_num_threads(1) # of this process; those of ranks are set by what starts them
 

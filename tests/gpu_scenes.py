@@ -168,22 +168,16 @@ def fastais_first_script(path):
     return losses,learn.recorder.values,preds,targs
 
 def fastais(path, **kw):
-    "A fit of fastai's, with a metric, by torch's SGD"
+    "A fit of fastai's, with a metric"
     from fastai.callback.core import Callback as C
-    from fastai.data.core import DataLoaders as D, TfmdDL as DL
-    from fastai.learner import Learner as L
     from fastai.metrics import accuracy as acc
-    from fastai.optimizer import SGD
-    import learnerdist.fastai # noqa: F401
+    from test_fastai_scenes import fastais as make
     class MarksOfFastai(C):
         order,run_valid = 1000,False
         def after_batch(self):
             if Gpu.sim and self.epoch==1: Gpu.sim.phase = 'step' if Marks.first<=self.iter<Marks.last else ''
-    W = group_size()
-    ours = make(scene(n=N, ds=classes, dtype=F32), W, group_rank())
-    parts = [ours.dls.train.dataset,ours.dls.valid.dataset]
-    dls = D(DL(parts[0], bs=12//W, shuffle=True, num_workers=0), DL(parts[1], bs=3, num_workers=0))
-    learn = L(dls, ours.model, nn.CrossEntropyLoss(), lr=.1, metrics=acc, opt_func=partial(SGD, mom=.9))
+    learn = make(scene(n=N, ds=classes, loss=F.cross_entropy, dtype=F32), group_size(), group_rank())
+    learn.metrics = acc
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, **kw):
         learn.fit(2, cbs=MarksOfFastai())
         res = [float(o) for o in learn.recorder.losses],learn.recorder.values,learn.get_preds(),state(learn)

@@ -82,15 +82,15 @@ def each_of(kinds, path):
     "What functions return on this rank, by their names; an error of one leaves the others"
     return {f.__name__: caught(call, f, path) for call,funcs in kinds.items() for f in funcs}
 
-def asking(*funcs, alone=(), prepare=lambda path: None):
+def asking(*funcs, alone=(), prepare=lambda path: None, env=None):
     """A fixture, `found(func, W)`: what each of `funcs(W, rank, path)` returns on the ranks of `W` processes, which are started once for
-    all of them; on 0 processes, without a context. `alone` are functions that open their own group; `prepare(path)` comes before all.
-    A file has one fixture, and another one for its slow tests, which are not always asked for"""
+    all of them; on 0 processes, without a context. `alone` are functions that open their own group; `prepare(path)` comes before all;
+    `env` is of the ranks. A file has one fixture, and another one for its slow tests, which are not always asked for"""
     @pytest.fixture(scope='module')
     def found(tmp_path_factory):
         path = tmp_path_factory.mktemp('found')
         prepare(path)
-        of_ranks = functools.cache(lambda W: run_ranks(each_of, W, {on_ranks: funcs, alone_on_ranks: alone}, path, timeout_s=500))
+        of_ranks = functools.cache(lambda W: run_ranks(each_of, W, {on_ranks: funcs, alone_on_ranks: alone}, path, timeout_s=500, env=env))
         of_one = functools.cache(lambda func, W: func(W, 0, path))
         def found(func, W):
             res = [of_one(func, W)] if W<2 else [o[func.__name__] for o in of_ranks(W)]

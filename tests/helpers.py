@@ -49,6 +49,14 @@ class Stream(IterableDataset):
     def __init__(self, items): self.items = items
     def __iter__(self): return iter(self.items)
 
+class OneFloat(nn.Module):
+    "A loss in float32, which fastai's Recorder asks for; its gradients are in float64 all the same"
+    def __init__(self, func):
+        super().__init__()
+        self.func = func
+        if hasattr(func, 'n_items'): self.n_items = func.n_items
+    def forward(self, *args): return self.func(*args).float()
+
 def flat(o): return [v for i in o for v in flat(i)] if isinstance(o, list) else [o]
 def blocks(path): return re.findall(r'^```python\n(.*?)^```', path.read_text(), re.M|re.S)
 
@@ -78,7 +86,7 @@ def environment(**kw):
     return {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root)) | kw
 
 def launch(*args, env=None, cwd=None, command=launcher):
-    return subprocess.run([*command, *map(str, args)], env=environment(**(env or {})), cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run([*command, *map(str, args)], env=environment(**(env or {})), cwd=cwd, capture_output=True, text=True, timeout=600)
 
 def write(folder, text, name='train.py'):
     (folder/name).parent.mkdir(parents=True, exist_ok=True)

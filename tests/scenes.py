@@ -17,6 +17,7 @@ from helpers import Stream
 from learnerdist.all import (AvgMetric, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException,
                              CancelTrainException, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL, accuracy, average_grads,
                              default_device, gather_with_grad, group_rank, group_size, process_group)
+from learnerdist.core.shards import full_tensor, map_tensors
 from learnerdist.learner.techniques import GradientClip, Lookahead, MixedPrecision
 
 F64,F32 = torch.float64,torch.float32
@@ -125,6 +126,10 @@ class OwnLoss(Tags):
         out = super().forward(b['x'])
         loss = F.cross_entropy(out.flatten(0, 1), b['labels'].flatten())
         return dict(loss=loss, logits=out) if self.kind is dict else (loss,out)
+
+class ByName(OwnLoss):
+    "Takes its inputs by name, as models of transformers do: `forward` gets the keys that it names"
+    def forward(self, x, labels, absent=None): return super().forward(dict(x=x, labels=labels))
 
 class Boxes(nn.Module):
     "From a list of pictures to a list of dicts"
@@ -409,7 +414,7 @@ def is_whole(c, W): return W==1 and c['accumulate'] is not None and c['whole']
 def result(learn, unlike=()):
     "Plain data, without `unlike`"
     rec,loss = learn.recorder,learn.loss_func
-    state,opt = dict(learn.model.state_dict()),learn.opt.state_dict()
+    state,opt = map_tensors([dict(learn.model.state_dict()),learn.opt.state_dict()], full_tensor)
     if isinstance(loss, nn.Module): state |= {f'loss.{k}':v for k,v in loss.state_dict().items()}
     res = dict(state={k:v.clone() for k,v in state.items()}, opt=tree_leaves(opt.get('state', opt)), values=[list(o) for o in rec.values],
                final=list(getattr(learn, 'final_record', ())), losses=list(rec.losses), lrs=list(rec.lrs))
@@ -532,6 +537,7 @@ scenes |= {f'{k}, accumulated': {**c, 'bs': 24, 'parts': 2, 'accumulate': 24,
 given = scene(n=45, ds=texts_in_dicts, model=OwnLoss, loss=None, ctx=dict(seed=3, find_unused_parameters=True))
 of_sum = dict(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3)
 scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given, 'model': lambda: OwnLoss(tuple), 'loss': of_output},
+           'keys that forward names': {**given, 'model': ByName},
            'loss of the model, accumulated': {**given, 'n': 48, 'parts': 2, 'accumulate': 12},
            'validated in batches': scene(loss=ranked, ctx=dict(seed=3, split_batches=True), wrap=validates_training),
            'contrastive': scene(loss=contrast), 'a scripted loss': scene(loss=scripted),
@@ -605,3 +611,12 @@ scenes['comm_hook, groups, amp, clip'] = in_groups(dtype=F32, tol=1e-2, ctx=dict
 # In float32, to 1e-5
 in_float32 = 'conv','lstm','bn','split','stream','weights','tokens, accumulated','groups, clipped, decay'
 scenes |= {f'{k}, float32': {**scenes[k], 'dtype': F32, 'tol': 1e-5} for k in in_float32}
+
+# What another scene shows as well: these are run before a release
+rare = {'rms','bn_adam','groups_slice','cycle','fits_go_on_adam','three_valid','accuracy','2 samples','5 samples','37 samples', # 37: `mse`
+        'unfreeze in after_batch','freeze in before_batch','bce','groups, even','groups, adam','groups, unused','groups, view','clip norm1',
+        *(f'all cancel in {o}, CancelFitException' for o in ('after_pred','after_loss','after_backward','before_step')),
+        *(f'{o}, accumulated' for o in ('label','focal','attribute','mse','bce')),
+        *(f'Step, scaled, clipped, {o}, 1' for o in where), *(f'amp {o}' for o in ('fp16','bn_bf16')),
+        *(f'amp {o}, groups' for o in ('fp16','bn_bf16','overflow')), 'lookahead_adam','lookahead_cycle','comm_hook fp16',
+        *(f'{o}, float32' for o in ('conv','split','stream'))}

@@ -2,12 +2,12 @@
 import random, re, threading, time, warnings
 from pathlib import Path
 from types import SimpleNamespace
-import numpy as np, pandas as pd, torch
+import numpy as np, pandas as pd, pytest, torch
 from torch import nn
 from torch.optim.swa_utils import update_bn
 from harness import asking
 from helpers import Stream
-from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, default_collate
 from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, gather_objects, group_rank, num_distrib, rank_distrib
 
 N = 24
@@ -91,8 +91,10 @@ def test_orders_that_differ(found):
 # --- draws ---
 
 rng = np.random.default_rng(0)
+def of_streams(): return torch.rand(()).item()+np.random.rand()+random.random()
+
 class Noisy(Dataset):
-    "Draws noise from a generator of its own, or of the class, the module, a transform, a closure"
+    "Draws noise from the global streams, or from a generator of its own, of the class, the module, a transform, a closure"
     shared = random.Random(3)
     def __init__(self, kind):
         self.kind,self.own,self.tfms = kind,np.random.default_rng(0),[Jitter(kind)]
@@ -100,7 +102,7 @@ class Noisy(Dataset):
         if kind=='around': self.around = lambda: old.rand()
     def noise(self):
         return dict(own=self.own.random, torch=lambda: torch.rand((), generator=self._torch).item(), shared=self.shared.random,
-                    module=rng.random, around=getattr(self, 'around', None), tfm=self.tfms[0].draw)[self.kind]()
+                    module=rng.random, around=getattr(self, 'around', None), tfm=self.tfms[0].draw, streams=of_streams)[self.kind]()
     def __len__(self): return N
     def __getitem__(self, i): return X[i],X[i]+self.noise()
 class AtOnce(Noisy):
@@ -109,6 +111,7 @@ class Jitter:
     def __init__(self, kind): self.rng = random.Random(0)
     def draw(self): return self.rng.random()
     def __call__(self, o): return o[0],o[1]+self.draw()
+def jitter(o): return o[0],o[1]+of_streams()
 
 class Targets(Callback):
     "The noise of each sample, by epoch"
@@ -127,33 +130,52 @@ def noise_of(train):
     return {k: v for o in every for k,v in o.items()}
 
 def of_fastai_noise(bs):
-    from fastai.data.core import DataLoaders as FastaiDataLoaders, TfmdDL as FastaiDL
+    "By kind of loader. Its transforms get the elements of a tuple, of which the target has a class"
+    from fastai.data.core import DataLoaders as FastaiDataLoaders, TfmdDL as FastaiDL, TfmdLists, Transform
     from fastai.learner import Learner as FastaiLearner
     import learnerdist.fastai # noqa: F401
     from fastai.callback.core import Callback as FastaiCallback
     class FastaiTargets(FastaiCallback): before_fit,before_batch = Targets.before_fit,Targets.before_batch
-    targets,ds = FastaiTargets(),Noisy('tfm')
-    learn = FastaiLearner(FastaiDataLoaders(FastaiDL(ds, bs=bs, shuffle=True), FastaiDL(ds, bs=bs)), nn.Linear(1, 1).double(),
-                          lambda p, t: ((p-t)**2).mean().float(), cbs=targets)
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=1):
-        learn.fit(2)
-        return {k: v for o in gather_objects(targets.noise) for k,v in o.items()}
+    class Target(torch.Tensor): pass
+    class Jitters(Transform):
+        def encodes(self, o:Target): return o+of_streams()
+    items = [(o,o.as_subclass(Target)) for o in X]
+    kinds = dict(fastai=dict(dataset=Noisy('tfm'), shuffle=True),
+                 fastai_workers=dict(dataset=Noisy('streams'), shuffle=True, num_workers=3),
+                 lists=dict(dataset=TfmdLists(range(N), lambda i: Noisy('streams')[i]), shuffle=True),
+                 item=dict(dataset=items, shuffle=True, after_item=Jitters()),
+                 fastai_stream=dict(dataset=Stream(items), n=N, after_item=Jitters()))
+    res = {}
+    for k,kw in kinds.items():
+        targets = FastaiTargets()
+        learn = FastaiLearner(FastaiDataLoaders(FastaiDL(bs=bs, **dict(num_workers=0) | kw), FastaiDL(Noisy('tfm'), bs=bs, num_workers=0)),
+                              nn.Linear(1, 1).double(), lambda p, t: ((p-t)**2).mean().float(), cbs=targets)
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=1):
+            learn.fit(2)
+            res[k] = {k: v for o in gather_objects(targets.noise) for k,v in o.items()}
+    return res
 
-kinds = 'own','torch','shared','module','around','tfm'
+kinds = 'own','torch','shared','module','around','tfm','streams'
 def noises(W, rank, path):
     bs = 8//size()
     makes = {k: lambda k=k: DataLoader(Noisy(k), bs, shuffle=True) for k in kinds}
     makes |= dict(workers=lambda: DataLoader(Noisy('module'), bs, num_workers=2), once=lambda: DataLoader(AtOnce('own'), bs),
         after=lambda: TfmdDL(data(), bs, after_item=Jitter('')),
-        stream=lambda: TfmdDL(Stream([(o,o) for o in X]), bs, after_item=Jitter('')))
-    return {k: noise_of(f()) for k,f in makes.items()} | dict(fastai=of_fastai_noise(bs))
+        stream=lambda: TfmdDL(Stream([(o,o) for o in X]), bs, after_item=Jitter('')),
+        streams_workers=lambda: DataLoader(Noisy('streams'), bs, shuffle=True, num_workers=3),
+        at_once=lambda: DataLoader(AtOnce('streams'), bs),
+        subset=lambda: DataLoader(Subset(Noisy('streams'), range(N)[::-1]), bs, shuffle=True),
+        tensors=lambda: TfmdDL(data(), bs, shuffle=True, after_item=jitter),
+        batches=lambda: TfmdDL(data(), batch_sampler=[[*range(i, i+bs)] for i in range(0, N, bs)], after_item=jitter))
+    return {k: noise_of(f()) for k,f in makes.items()} | of_fastai_noise(bs)
 
-def test_generators_of_data_sets(found):
-    "The noise of a sample is the same at any number of ranks and workers, and another one in each epoch"
-    (one,),ranks = found(noises, 1),found(noises, 2)
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+def test_what_is_drawn_for_a_sample(W, found):
+    "Is the same at any number of ranks and workers, from the global streams or generators of data sets, and another one in each epoch"
+    (one,),ranks = found(noises, 1),found(noises, W)
     for k,want in one.items():
         assert len(want)==2*N and len({*want.values()})==2*N, k
-        assert ranks[0][k]==ranks[1][k]==want, k
+        for o in ranks: assert o[k]==want, k
 
 # --- data ---
 

@@ -3,13 +3,11 @@ import contextlib,io,os
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 import learnerdist.all as everything
 from learnerdist.all import *
 from learnerdist.core.collectives import gather_rows
 from learnerdist.core.env import in_group
-from learnerdist.data.sharding import epoch_order
 from learnerdist.launch import run
 from learnerdist.learner.losses import mean_over
 from learnerdist.testing import run_ranks
@@ -108,28 +106,7 @@ def test_functions(alone):
     undo()
     DistributedTrainer()
 
-def rank_of_one(folder):
-    "W = 1 with a group that the user opened: it is used, and DDP with it"
-    learn = make(folder, cbs=Spy())
-    setup_distrib()
-    with quiet(), learn.distrib_ctx(seed=3): learn.fit(2)
-    is_open = dist.is_initialized()
-    teardown_distrib()
-    return is_open,[o.__name__ for o in learn.spy.types],learn.model[0].weight.tolist(),learn.spy.samples
-
 def quiet(): return contextlib.redirect_stdout(io.StringIO())
-
-def test_world_of_one_with_a_group(tmp_path):
-    learn = make(tmp_path, cbs=Spy())
-    with quiet(), learn.distrib_ctx(seed=3): learn.fit(2)
-    (is_open,types,weights,samples), = run_ranks(rank_of_one, 1, tmp_path)
-    assert is_open and DistributedDataParallel.__name__ in types and samples==learn.spy.samples
-    torch.testing.assert_close(torch.tensor(weights), learn.model[0].weight.detach())
-
-def test_order_alone_in_the_context_is_the_one_of_any_world_size(alone, tmp_path):
-    spy = Spy()
-    with quiet(), make(tmp_path, cbs=spy).distrib_ctx(seed=3) as learn: learn.fit(2)
-    assert spy.samples==[epoch_order(22, e, 3, shuffle=True).float().tolist() for e in range(2)]
 
 def test_outside_a_context_the_order_is_torchs(tmp_path):
     spy = Spy()

@@ -42,33 +42,6 @@ class MixUp(Callback):
         lam,order = torch.distributions.Beta(.4, .4).sample(),torch.randperm(len(x))
         self.learn.xb,self.learn.yb = (lam*x+(1-lam)*x[order],),(lam*F.one_hot(y, 3)+(1-lam)*F.one_hot(y[order], 3),)
 
-class Gan(nn.Module):
-    "A generator, and a network that tells its output from data; each loss reaches one of them"
-    def __init__(self):
-        super().__init__()
-        self.gen = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
-        self.tells = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-    def forward(self, x):
-        fake = self.gen(torch.randn(len(x), 4, dtype=x.dtype))
-        frozen = {k: p.detach() for k,p in self.tells.named_parameters()}
-        return self.tells(x),self.tells(fake.detach()),torch.func.functional_call(self.tells, frozen, fake)
-def of_gan(out, y):
-    bce = F.binary_cross_entropy_with_logits
-    real,fake,fooled = out
-    return bce(real, torch.ones_like(real))+bce(fake, torch.zeros_like(fake))+bce(fooled, torch.ones_like(fooled))
-
-class TwoOptimizers:
-    "SGD for the first group, Adam for the second one"
-    def __init__(self, groups, lr):
-        self.opts = [torch.optim.SGD([groups[0]], lr, momentum=.5),torch.optim.Adam([groups[1]], lr)]
-        self.param_groups = [g for o in self.opts for g in o.param_groups]
-    state = property(lambda self: {**self.opts[0].state, **self.opts[1].state})
-    def step(self): return [o.step() for o in self.opts]
-    def zero_grad(self): return [o.zero_grad() for o in self.opts]
-    def state_dict(self): return dict(both=[o.state_dict() for o in self.opts])
-    def load_state_dict(self, d): return [o.load_state_dict(s) for o,s in zip(self.opts, d['both'])]
-def of_both(m): return [[*m.gen.parameters()], [*m.tells.parameters()]]
-
 class Halves:
     "A batch transform that draws"
     def __call__(self, b): return b[0]*(torch.rand(len(b[0]), 1)>.5),b[1]
@@ -88,7 +61,6 @@ scenes = dict(
     cancelled_late=of_bits(cbs=lambda: [OnOneRank('after_loss', CancelBatchException, 2, 0)]),
     fit_cancelled=of_bits(cbs=lambda: [OnOneRank('before_backward', CancelFitException, 4, 6)]),
     early_stopping=of_bits(cbs=lambda: [EarlyStoppingCallback('valid_loss', min_delta=10., patience=1)], fits=[5]),
-    gan=of_bits(model=Gan, loss=of_gan, opt=TwoOptimizers, splitter=of_both, metrics=[]),
     double=of_bits(n_valid=83, dtype=F64, fits=[6])) # sums of validation are rounded
 
 def runs(names):

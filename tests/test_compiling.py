@@ -5,6 +5,10 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch._dynamo.utils import counters
+from torch.utils.data import TensorDataset
+import scenes
+from harness import close
+from scenes import F32, draws, scene
 from learnerdist.all import *
 from learnerdist.testing import run_ranks
 
@@ -27,14 +31,18 @@ class Branches(nn.Module):
 def blocks(): return nn.Sequential(nn.Linear(6, 8), *[Block(8) for _ in range(3)], nn.Linear(8, 3))
 def branches(): return nn.Sequential(Branches(), nn.Linear(32, 3))
 
-def make(model=blocks, n=47, bs=12, cbs=None, **kw):
-    g = torch.Generator().manual_seed(1)
-    x,v = (torch.randn(o, 6, generator=g) for o in (n, 23))
-    bs = bs//max(group_size(), 1)
-    train,valid = (TfmdDL(list(zip(o, o[:,:3].argmax(1))), bs, shuffle=s) for o,s in ((x, True), (v, False)))
-    torch.manual_seed(0)
-    learn = Learner(DataLoaders(train, valid), model(), F.cross_entropy, torch.optim.SGD, lr=.1, metrics=accuracy, cbs=cbs, **kw)
-    return learn.remove_cb(ProgressCallback)
+def labelled(n):
+    x = draws(n, 6)
+    return TensorDataset(x, x[:,:3].argmax(1))
+
+def compiled_scene(model=blocks, n=47, **kw):
+    bs = 12//max(group_size(), 1)
+    return scene(ds=labelled, model=model, n=n, n_valid=23, val_bs=bs, loss=F.cross_entropy, metrics=[accuracy], dtype=F32, **kw)
+
+def make(model=blocks, cbs=None, path='.'):
+    learn = scenes.make(compiled_scene(model), max(group_size(), 1))
+    learn.path = Path(path)
+    return learn.add_cbs(cbs).remove_cb(ProgressCallback)
 
 def traces(model): return [k for m in model.modules() for k in vars(m) if 'compiled' in k or k=='forward']
 
@@ -52,11 +60,9 @@ def run(compiled, model=blocks, n_epoch=2, ctx=(), **kw):
                 losses=learn.recorder.losses, val=val, preds=preds, graphs=graphs, n_eager=cb and cb.n_eager,
                 n_regions=cb and len(cb.regions), breaks=[*counters['graph_break']][before:], left=traces(learn.model))
 
-def close(a, b, tol=1e-5):
-    for x,y in zip(a['state'], b['state'], strict=True): torch.testing.assert_close(x, y, atol=tol, rtol=tol)
-    torch.testing.assert_close(torch.tensor(a['losses']), torch.tensor(b['losses']), atol=tol, rtol=tol)
-    torch.testing.assert_close(a['preds'], b['preds'], atol=tol, rtol=tol)
-    assert a['val']==pytest.approx(b['val'], abs=tol) and a['keys']==b['keys']
+def same(a, b):
+    keys = 'state','losses','preds','val','keys'
+    close({k: a[k] for k in keys}, {k: b[k] for k in keys}, 1e-5)
 
 def plain_runs(W, backend):
     kw = dict(backend=backend)
@@ -86,7 +92,7 @@ def test_the_plain_run(W, backend):
     ranks = on_two() if (W,backend)==(2,'aot_eager') else run_ranks(plain_runs, W, W, backend, timeout_s=500, env=env)
     for r,(plain,whole,parts,bn,synced) in enumerate(o['plain'] for o in ranks):
         for a,b in ((plain,whole), (plain,parts), (bn,synced)): # the last batch is whole on rank 0, and not on the last rank
-            close(a, b)
+            same(a, b)
             assert (b['n_eager']>0)==(r==W-1) and b['left']==[], b
             if b is not synced or W==1: assert b['graphs']==2 and b['breaks']==[], b # synchronised layers are not compiled
 
@@ -117,7 +123,7 @@ def of_files(path): return fit_files(path, False),fit_files(path, True)
 @pytest.mark.slow
 def test_cancels_accumulation_and_files():
     for (want,keys,_),(got,keys2,left) in (o['of_files'] for o in on_two()):
-        for a,b in zip(want, got, strict=True): torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-3) # bfloat16
+        close(got, want, 2e-3) # bfloat16
         assert keys==keys2==[*blocks().state_dict()] and left==[]
 
 def of_sharded(path):
@@ -128,8 +134,8 @@ def of_sharded(path):
 def test_sharded():
     ranks = [o['of_sharded'] for o in on_two()]
     for want,plain,got in ranks:
-        close(want, plain)
-        close(want, got)
+        same(want, plain)
+        same(want, got)
         assert got['graphs']<=3 and got['n_regions']==3
     assert sum(got['n_eager'] for *_,got in ranks) # the last batch of one rank is smaller
 
@@ -155,16 +161,9 @@ def test_what_is_compiled_and_what_is_left_of_it():
 
 def fastai_fit(compiled):
     "Weights, predictions and graphs of a fastai learner"
-    import learnerdist.fastai # noqa: F401
-    from fastai.basics import DataLoaders as Loaders, Learner as FastaiLearner, TfmdDL as FastaiDL
-    from fastai.callback.progress import ProgressCallback as Bars
-    from fastai.optimizer import SGD
-    g = torch.Generator().manual_seed(1)
-    x = torch.randn(45, 6, generator=g)
-    bs = 12//max(group_size(), 1)
-    dls = Loaders(*(FastaiDL(list(zip(x[:n], x[:n,:3].argmax(1))), bs=b, shuffle=s) for n,b,s in ((45, bs, True), (23, bs, False))))
-    torch.manual_seed(0)
-    learn = FastaiLearner(dls, blocks(), nn.CrossEntropyLoss(), opt_func=SGD, lr=.1).remove_cb(Bars)
+    from test_fastai_scenes import fastais
+    learn = fastais(compiled_scene(n=45), max(group_size(), 1), 0)
+    learn.remove_cbs([o for o in learn.cbs if 'Progress' in type(o).__name__])
     if compiled: learn.compile(backend='eager')
     n = n_graphs()
     with learn.no_logging(), learn.distrib_ctx(seed=3):
@@ -178,5 +177,5 @@ def of_fastai(path): return fastai_fit(False),fastai_fit(True)
 @pytest.mark.slow
 def test_fastais_learner():
     for (want,p,_,_),(got,q,graphs,left) in (o['of_fastai'] for o in on_two()):
-        for a,b in zip([*want, p], [*got, q], strict=True): torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        close([*got, q], [*want, p], 1e-5)
         assert graphs==2 and left==[]

@@ -30,10 +30,6 @@ def test_structure_is_kept(b, f):
     assert type(res) is type(b)
     assert str(res)==str(b)
 
-def test_detach_reaches_into_packed_sequences():
-    p = pack_sequence([torch.ones(2, requires_grad=True)])
-    assert p.data.requires_grad and not to_detach([p])[0].data.requires_grad
-
 def test_options():
     with pytest.raises(ValueError, match="'nope' is not a setting of a loader; known: bs, after_item, after_batch, batch_size, shuffle"):
         TfmdDL([1], nope=1)

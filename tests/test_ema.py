@@ -1,52 +1,42 @@
-"`EMA`: the average of one process on any number of ranks, replicated and sharded, for both Learners; resumed to the bit; no trace"
-import io,random,shutil
+"""`EMA`: the average of one process on any number of ranks, replicated and sharded, for both Learners; no trace.
+That a fit goes on with it is in the tests of checkpoints, of both Learners and of sharded models"""
+import io,random
+from pathlib import Path
 from contextlib import nullcontext,redirect_stdout
 from functools import partial
 import pytest,torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel,get_ema_multi_avg_fn
+import scenes
 from harness import asking,close
-from helpers import At,kill
+from scenes import F64,draws,scene
 from learnerdist.all import *
 from learnerdist.core.compat import fsdp_on_cpu
 from learnerdist.core.shards import is_sharded
 from learnerdist.distributed.comparison import digest
-from learnerdist.testing import run_ranks
 
-F64 = torch.float64
 needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
 
-def data(n, seed=0):
-    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(seed), dtype=F64)
+def rows(n):
+    x = draws(n, 4, dtype=F64)
     return list(zip(x, x[:,:3].argmax(1)))
 
 def net():
-    m = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 3)).double()
+    m = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 3))
     m[3].bias.requires_grad_(False)
     return m
 
-class Float32(nn.CrossEntropyLoss):
-    "fastai's Recorder takes float32 only"
-    def forward(self, out, y): return super().forward(out, y).float()
+c = scene(ds=rows, n=36, n_valid=11, val_bs=4, model=net, loss=F.cross_entropy, opt=torch.optim.AdamW, lr=.05)
 
-def make(kind='ours', path='.', cbs=None, bs=12, opt=torch.optim.AdamW):
-    torch.manual_seed(rank_distrib()) # rank 0's weights are everyone's
+def make(kind='ours', path='.', cbs=None, bs=12):
     random.seed(0) # fastai's loaders
-    bs //= num_distrib() or 1
-    if kind=='fastai':
-        from fastai.data.load import DataLoader as FastaiDataLoader
-        from fastai.basics import DataLoaders as FastaiDataLoaders,Learner as FastaiLearner,OptimWrapper
-        import learnerdist.fastai # noqa: F401
-        train = FastaiDataLoader(data(36), bs=bs, shuffle=True, num_workers=0)
-        dls = FastaiDataLoaders(train, FastaiDataLoader(data(11, 1), bs=4, num_workers=0))
-        learn = FastaiLearner(dls, net(), Float32(), partial(OptimWrapper, opt=opt), lr=.05, path=path, cbs=cbs)
-        learn.remove_cb(learn.progress) if hasattr(learn, 'progress') else None
-    else:
-        learn = Learner(DataLoaders(TfmdDL(data(36), bs, shuffle=True), TfmdDL(data(11, 1), 4), path=path), net(), F.cross_entropy, opt,
-                        lr=.05, cbs=cbs)
-    learn.logger = lambda *args: None
-    return learn
+    if kind=='fastai': from test_fastai_scenes import fastais as of_scene
+    else: of_scene = scenes.make
+    learn = of_scene(dict(c, bs=bs), num_distrib() or 1, rank_distrib()) # rank 0's weights are everyone's
+    learn.path,learn.logger = Path(path),lambda *args: None
+    if kind=='fastai': learn.remove_cb(learn.progress)
+    return learn.add_cbs(cbs)
 
 def values(learn): return {k: v.detach().clone() for k,v in learn.model.state_dict().items()}
 
@@ -235,39 +225,3 @@ found = asking(alone=(many, drifted))
 def test_equal_ranks(found):
     own,ctx,kept = zip(*found(drifted, 2))
     assert len({*own})==2 and len({*ctx})==len({*kept})==1
-
-# --- checkpoints --------------------------------------------------------------------------------------------------------------
-
-def resumed(path, kind, shard):
-    "Of a run without end, and of one that goes on from each of its states, and from those of a signal in training and validation"
-    def fit(folder, at=None, **kw):
-        learn = make(kind, path/folder, cbs=EMA(.7, evaluate=True))
-        ctx = learn.distrib_ctx(**({'shard': True} if shard else {})) if num_distrib()>1 else nullcontext()
-        cbs = [Checkpoint('ckpt', every=1, keep=99, **kw)]+([At(at[0], kill, at[1])] if at else [])
-        with ctx: learn.fit(2, cbs=cbs)
-        return digest(values(learn)),digest(learn.ema.weights),[o[:2] for o in learn.recorder.values]
-    want,found = fit('whole'),{}
-    for name in rank0_first(lambda: sorted(o.name for o in (path/'whole/ckpt').iterdir())):
-        rank0_first(shutil.copytree, path/'whole/ckpt'/name, path/name/'ckpt'/name, dirs_exist_ok=True)
-        found[name] = fit(name, resume=True)==want
-    for at in ((2,True),(3,False)):
-        with pytest.raises(Preempted): fit(f'at{at}', at)
-        found[at] = fit(f'at{at}', resume=True)==want
-    return found
-
-@pytest.mark.parametrize('W,kind,shard', [pytest.param(1, 'ours', False, marks=pytest.mark.long), (2,'ours',False), (2,'fastai',False),
-                                          pytest.param(2, 'ours', True, marks=needs_fsdp2)])
-def test_resumes_to_the_bit(tmp_path, W, kind, shard):
-    for o in run_ranks(resumed, W, tmp_path, kind, shard, timeout_s=300): assert len(o)>=8 and all(o.values()), o
-
-def elsewhere(path):
-    learn = make(path=path, cbs=EMA(.7))
-    with learn.distrib_ctx(**({'shard': True} if num_distrib()>1 else {})):
-        learn.fit(2, cbs=Checkpoint('ckpt', resume=True))
-    return learn.ema.weights
-
-@needs_fsdp2
-def test_sharded_state_on_other_ranks(tmp_path):
-    "Parts of three ranks, read by two and by one"
-    first,*_ = run_ranks(elsewhere, 3, tmp_path)
-    for W in (2,1): close(run_ranks(elsewhere, W, tmp_path)[0], first, 0)

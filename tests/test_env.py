@@ -10,6 +10,7 @@ from learnerdist.core.env import (close_group, current_group, default_device, gr
                              local_size, num_distrib, process_group, rank_distrib, setup_distrib, teardown_distrib)
 from learnerdist.distributed.failure import failing_together
 from learnerdist.launch import forkserver
+from learnerdist.launch.processes import is_rank
 from learnerdist.testing import run_ranks
 from helpers import free_port
 
@@ -138,6 +139,7 @@ def test_other_launchers(monkeypatch, kw):
         m.setattr(os, 'environ', {**os.environ, **kw})
         m.setattr(hosts.foreign_rank, '__defaults__', (os.environ,))
         assert (rank_distrib(),num_distrib(),local_rank(),local_size())==(1, 2, 1, 2) and 'RANK' not in os.environ # they only read
+        assert is_rank() # so that `run` starts no ranks of ranks
         env.read_launcher()
         assert os.environ['RANK']=='1' and os.environ['MASTER_ADDR']=='127.0.0.1' and os.environ['MASTER_PORT'].isdigit()
 

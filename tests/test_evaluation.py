@@ -1,63 +1,23 @@
 "Every number of a validation on several ranks is the one that a single process computes on the whole data set"
-import contextlib,functools,math,traceback
-import pytest, torch
+import contextlib,functools,math
+from functools import partial
+import numpy as np, pytest, sklearn.metrics as skm, torch, torchmetrics
 from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import (BatchSampler, DataLoader, Dataset, DistributedSampler, SubsetRandomSampler, TensorDataset,
                               WeightedRandomSampler)
 from torchmetrics import classification as tm
+from harness import caught, close
 from helpers import Stream
 from learnerdist.all import *
 from learnerdist.data.loaders import find_bs
-from learnerdist.testing import RanksError, run_ranks
+from learnerdist.testing import run_ranks
 
-def values(learn): return [o if o is None else torch.as_tensor(o).double().tolist() for o in learn.final_record]
-
-def assert_close(a, b, tol=1e-6):
-    "Nested lists of numbers, nan equal to nan; whatever is no float is the same"
-    if isinstance(b, dict): a,b = [a[k] for k in b],list(b.values())
-    if isinstance(b, (list,tuple)):
-        assert len(a)==len(b), (a, b)
-        for o,p in zip(a, b): assert_close(o, p, tol)
-    elif isinstance(b, float): assert a==pytest.approx(b, abs=tol, nan_ok=True)
-    else: assert a==b
-
-class Times(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-    def forward(self, x): return x*self.factor
-
-sizes = [(n, bs) for n in (1, 2, 5, 8, 17) for bs in (1, 4, 16)]
-
-def sweep_data(n): return torch.arange(n)[:,None]*1.,(torch.arange(n)[:,None]*3.)%5-1
-
-def sweep_one(n, bs, model):
-    x,y = sweep_data(n)
-    dls = DataLoaders.from_dsets(TensorDataset(x, y), TensorDataset(x, y), bs=bs)
-    learn = Learner(dls, model, nn.MSELoss(), metrics=[F.l1_loss, AccumMetric(lambda p,t: (p-t).abs().max())])
-    with learn.distrib_ctx(): return learn.validate(),[o.flatten().tolist() for o in learn.get_preds(with_loss=True)]
-
-def sweep(): return {(n, bs): sweep_one(n, bs, Times(n%2)) for n,bs in sizes}
-
-def by_hand(n, bs, factor):
-    x,y = ([v.item() for v in o] for o in sweep_data(n))
-    preds = [factor*v for v in x]
-    losses = [(p-t)**2 for p,t in zip(preds, y)]
-    diffs = [abs(p-t) for p,t in zip(preds, y)]
-    return [sum(losses)/n, sum(diffs)/n, max(diffs)],preds,y,losses
-
-def check_sweep(found):
-    for n,bs in sizes:
-        record,(preds,targs,losses) = found[n,bs]
-        means,p,t,l = by_hand(n, bs, n%2)
-        assert (preds, targs)==(p, t), (n, bs)
-        assert record==pytest.approx(means, rel=1e-6) and losses==pytest.approx(l, rel=1e-6), (n, bs)
-
-@pytest.mark.parametrize('W', [1, 2, *[pytest.param(o, marks=pytest.mark.long) for o in (3,4)]])
-def test_every_size_against_values_by_hand(W):
-    for o in on_ranks(W): check_sweep(o['sweep'])
+def plain(o):
+    if isinstance(o, (list,tuple)): return [plain(v) for v in o]
+    return o if o is None else torch.as_tensor(o).double().tolist()
+def values(learn): return plain(learn.final_record)
 
 class BatchMeans(Metric):
     "A class never seen: the mean of the batches' means, which depends on where the batches end"
@@ -154,7 +114,54 @@ def one_graph(ctx):
     dl = DataLoader([xy(9)], None)
     return validated(ctx, dl, metrics=[root, accuracy, AccumMetric(root), BatchMeans])
 
+# --- kinds of metrics ---
+
+class Hits(Metric):
+    "A metric of the user's, of which nothing is known"
+    def reset(self): self.seen = []
+    def accumulate(self, learn): self.seen.append((learn.pred.argmax(-1)==learn.yb[0]).tolist())
+    @property
+    def value(self): return [len(o) for o in self.seen],sum(map(sum, self.seen))
+
+def as_tensor(p, t): return (p.argmax(-1)==t).double().mean()
+def as_float(p, t): return float(as_tensor(p, t))
+def as_numpy(p, t): return np.float64(as_float(p, t))
+def as_numpy_array(p, t): return np.array(as_float(p, t))
+def as_bool(p, t): return bool((p.argmax(-1)==t).all())
+def as_int(p, t): return len(p)
+def with_grad(p, t): return nn.Parameter(torch.ones((), dtype=torch.float64))*as_tensor(p, t)
+class Called:
+    def __call__(self, p, t): return as_tensor(p, t)
+
+def f1_of(p, t): return skm.f1_score(t.numpy(), p.argmax(1).numpy(), average='macro')
+
+def all_metrics():
+    auc = partial(skm.roc_auc_score, multi_class='ovr')
+    return [as_tensor, as_float, as_numpy, as_numpy_array, as_bool, as_int, with_grad, partial(top_k_accuracy, k=2), accuracy, error_rate,
+            Called(), AvgMetric(as_tensor, 'named'), AvgMetric(lambda p,t: as_tensor(p, t)), Hits, Hits(),
+            AccumMetric(f1_of, name='f1'), skm_metric(skm.f1_score, dim_argmax=1, average='macro'),
+            skm_metric(skm.confusion_matrix, dim_argmax=-1, name='cm'), skm_metric(auc, activation=lambda p: p.softmax(1), name='auc'),
+            AccumMetric(lambda p,t: len(p), name='n'), AccumMetric(lambda p,t: (p.sum(), t.sum()), name='pair'),
+            tm.MulticlassAccuracy(4, average='micro'), tm.MulticlassF1Score(4, average='macro'), tm.MulticlassAUROC(4),
+            tm.MulticlassConfusionMatrix(4), tm.MulticlassCohenKappa(4),
+            torchmetrics.MetricCollection({'acc': tm.MulticlassAccuracy(4, average='micro'), 'prec': tm.MulticlassPrecision(4)})]
+
+class PerSample(torchmetrics.Metric):
+    "Adds an entry for each sample of a batch, or a number for the batch; the order counts"
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers = numbers
+        self.add_state('rows', [], dist_reduce_fx='cat')
+    def update(self, pred, targ): self.rows += [pred.sum()] if self.numbers else [o[:1] for o in pred]
+    def compute(self):
+        rows = torch.stack([o.reshape(()) for o in self.rows])
+        return (rows*torch.arange(1, len(rows)+1)).sum()
+
+# --- kinds of loaders, losses and metrics ---
+
 cases = dict(
+    kinds=lambda ctx: validated(ctx, TfmdDL(KeyedXY(23), 4), metrics=all_metrics()),
+    several_entries=lambda ctx: validated(ctx, TfmdDL(KeyedXY(23), 4), metrics=[PerSample(False), PerSample(True)]),
     loss_of_pairs=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4), loss=of_pairs, metrics=[root]),
     padded_texts=padded_texts, one_graph=one_graph,
     nan=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 1), metrics=[nan_for_some, always_nan, accuracy]),
@@ -186,16 +193,11 @@ def weighted(): return WeightedRandomSampler(torch.arange(13.), 10)
 
 def in_ctx(learn): return learn.distrib_ctx(seed=1)
 
-def outcome(name):
-    try: return {**cases,**random_cases}[name](in_ctx)
-    except Exception: return traceback.format_exc() # the next cases go on
-
 def rank_answers(W):
     "All that is asked of `W` ranks"
     with process_group():
-        if W==3: return dict({o: outcome(o) for o in (*cases,*random_cases)}, sweep=sweep())
-        if W!=2: return dict(sweep=sweep()) # one process, or four
-        return dict(sweep=sweep(), parts=parts(), splits=[split(o) for o in ('plain','shuffled','own')],
+        if W==3: return {k: caught(f, in_ctx) for k,f in {**cases,**random_cases}.items()} # the next ones go on
+        return dict(parts=parts(), splits=[split(o) for o in ('plain','shuffled','own')],
                     within=[within(o) for o in (True,False)], others=others(in_ctx), sums=sums(2))
 
 class NeedsInput(BatchMeans):
@@ -271,12 +273,12 @@ def test_what_needs_the_batches_of_other_ranks():
     "It is the number of one process, or an error that says what is missing; gloo would end a rank without a list by SIGABRT"
     want = others(lambda learn: contextlib.nullcontext())
     for got in (o['others'] for o in on_ranks(2)):
-        for k in ('keeps','reset','lists'): assert_close(got[k], want[k])
+        for k in ('keeps','reset','lists'): close(got[k], want[k], 1e-6)
         assert 'set with_input = True' in got['unasked'] and 'computes.auroc: a rank had no batch' in got['empty']
         assert got['carries'].startswith('[carries-state] in evaluation the model carries h from')
 
 @functools.cache
-def on_ranks(W): return [rank_answers(1)] if W==1 else run_ranks(rank_answers, W, W, timeout_s=240)
+def on_ranks(W): return run_ranks(rank_answers, W, W, timeout_s=240)
 
 def parts():
     "What each rank's share of a loader says of itself, with a batch size that `split_batches` divides"
@@ -288,14 +290,35 @@ def test_a_rank_evaluates_batches_of_the_loaders_own_size():
     want = make(TfmdDL(KeyedXY(13), 4), n_train=16).validate(0)
     (a,b) = [o['parts'] for o in on_ranks(2)]
     assert (a[:2],b[:2])==((2,[4,4]), (2,[4,1]))
-    for o in (a,b): assert_close([torch.as_tensor(v).tolist() for v in o[2]], [torch.as_tensor(v).tolist() for v in want])
+    for o in (a,b): close(plain(o[2]), plain(want), 1e-6)
+
+def test_kinds_of_metrics_by_hand():
+    "By scikit-learn, and their names"
+    learn = make(TfmdDL(KeyedXY(23), 4), metrics=all_metrics())
+    with learn.no_logging(): learn.fit(1)
+    x,y = xy(23)
+    learn.validate()
+    with torch.no_grad(): p = learn.model(x)
+    sure,guess = p.softmax(1),p.argmax(1)
+    names = learn.recorder.metric_names[3:-1]
+    got = dict(zip(names, values(learn)[1:]))
+    auc = skm.roc_auc_score(y, sure, multi_class='ovr')
+    want = dict(accuracy=skm.accuracy_score(y, guess), top_k_accuracy=skm.top_k_accuracy_score(y, p, k=2), auc=auc, multiclassauroc=auc,
+                cm=skm.confusion_matrix(y, guess).tolist(), multiclasscohenkappa=skm.cohen_kappa_score(y, guess), n=23,
+                prec=skm.precision_score(y, guess, average='macro', zero_division=0))
+    want |= dict.fromkeys(('f1','f1_score','multiclassf1score'), skm.f1_score(y, guess, average='macro'))
+    close({k: got[k] for k in want}, want, 1e-6)
+    for k in ('as_tensor','as_float','as_numpy','as_numpy_array','with_grad','called','named','acc'): close(got[k], want['accuracy'], 1e-6)
+    assert names=='''as_tensor as_float as_numpy as_numpy_array as_bool as_int with_grad top_k_accuracy accuracy error_rate called named
+        <lambda> hits hits f1 f1_score cm auc n pair multiclassaccuracy multiclassf1score multiclassauroc
+        multiclassconfusionmatrix multiclasscohenkappa acc prec'''.split()
 
 @pytest.mark.parametrize('name', [*cases,*random_cases])
 def test_case(name):
     func = {**cases,**random_cases}[name]
     expect = func(in_ctx if name in random_cases else lambda learn: contextlib.nullcontext())
-    assert_close(func(in_ctx), expect)
-    for got in on_ranks(3): assert_close(got[name], expect)
+    close(func(in_ctx), expect, 1e-6)
+    for got in on_ranks(3): close(got[name], expect, 1e-6)
 
 class OwnSampler:
     "A sampler of the user's that splits: the first half is for rank 0"
@@ -318,7 +341,7 @@ def test_split_by_the_user():
     learn.validate()
     expect = values(learn),[o.tolist() for o in learn.get_preds()]
     for ranks in on_ranks(2):
-        for got in ranks['splits']: assert_close(got, expect)
+        for got in ranks['splits']: close(got, expect, 1e-6)
 
 class Evaluates(Callback):
     "Validates and predicts in the midst of training and at its end"
@@ -341,23 +364,19 @@ def test_evaluation_within_a_fit_leaves_no_trace(W):
     for a,b in ranks: assert a[:3]==b[:3] and a[3]==first
     assert len(ranks[0][1][0][0])==4 and first[-1][0]==ranks[0][1][0][-1][1:]
 
-def fails_here(p, t):
-    if group_rank()==1: raise KeyError('a metric')
-    return accuracy(p, t)
+class Looks(Callback):
+    "Validates on a part of the data within a validation loop"
+    order = -5
+    def __init__(self, dl): self.dl_ = dl
+    def after_batch(self):
+        if not self.training and self.iter==1 and self.learn.dl is not self.dl_: self.learn.validate(dl=self.dl_)
 
-class FailsAtTheEnd(BatchMeans):
-    @property
-    def value(self):
-        if group_rank()==1: raise KeyError('a metric')
-        return super().value
-
-def rank_fails(metric):
-    learn = make(TfmdDL(KeyedXY(13), 2), metrics=[metric])
-    with learn.distrib_ctx(): learn.fit(1)
-
-@pytest.mark.parametrize('metric', [fails_here, FailsAtTheEnd])
-def test_a_metric_that_fails_on_one_rank_fails_on_all(metric):
-    with pytest.raises(RanksError) as e: run_ranks(rank_fails, 2, metric)
-    errors = e.value.errors
-    assert errors[1].kind=='KeyError' and errors[0].kind=='RankError'
-    assert 'rank 1' in errors[0].message and 'a metric' in errors[0].message
+def test_a_validation_within_a_validation():
+    x,y = xy(20)
+    def value(cbs=()):
+        torch.manual_seed(0)
+        dls = DataLoaders.from_dsets(TensorDataset(x, y), TensorDataset(x, y), bs=8)
+        learn = Learner(dls, nn.Linear(3, 4), F.cross_entropy, metrics=accuracy)
+        learn.fit(1, cbs=cbs)
+        return learn.recorder.values
+    assert value(Looks(TfmdDL(TensorDataset(x[:3], y[:3]), 3)))==value()

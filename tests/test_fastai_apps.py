@@ -15,12 +15,15 @@ from fastai.metrics import Dice, accuracy, rmse
 from fastai.optimizer import SGD
 from fastai.text.all import (AWD_LSTM, BaseTokenizer, Perplexity, TextDataLoaders, Tokenizer, awd_lstm_clas_config, awd_lstm_lm_config,
                              language_model_learner, text_classifier_learner)
-from fastai.vision.all import ImageDataLoaders, Resize, SegmentationDataLoaders, Normalize, unet_learner, vision_learner
+from fastai.vision.all import (CategoryBlock, DataBlock, ImageBlock, ImageDataLoaders, MixUp, Normalize, PILImage, RandomSplitter, Resize,
+                               SegmentationDataLoaders, aug_transforms, unet_learner, vision_learner)
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torchvision.models import resnet18 as whole_resnet
 from helpers import serve
 from stand_ins import save, texts
-from test_fastai import asking, ctx, data, floats, history, make, on_1_and_2, per_rank, same
+from test_fastai import asking, close, ctx, data, floats, history, make, on_1_and_2, per_rank, same
+from learnerdist.core.env import process_group
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 pytestmark = pytest.mark.slow
@@ -200,3 +203,33 @@ def test_rank0_first_downloads_once(tmp_path):
     with serve(tmp_path/'www') as (url,fetched):
         assert run_ranks(downloads, 2, f'{url}stuff.tgz', tmp_path/'base')==['hello']*2
     assert fetched==['stuff.tgz']
+
+# --- the same bits ----------------------------------------------------------------------------------------------------------
+
+def drawn_picture(i): return PILImage.create(np.random.default_rng(int(i)).integers(0, 255, (20,20,3), dtype=np.uint8))
+def abc(i): return 'abc'[int(i)%3]
+def bits(mixed=True):
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    block = DataBlock((ImageBlock,CategoryBlock), get_x=drawn_picture, get_y=abc, splitter=RandomSplitter(seed=1),
+                      batch_tfms=aug_transforms(size=16))
+    dls = block.dataloaders(list(range(44)), bs=6, num_workers=0, device='cpu')
+    torch.manual_seed(0)
+    learn = vision_learner(dls, resnet18, pretrained=False, normalize=False, metrics=accuracy, loss_func=CrossEntropyLossFlat(),
+                           cbs=[MixUp()] if mixed else [])
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, global_bs=12, max_bs=3):
+        learn.fit(2, lr=1e-3)
+        preds = learn.get_preds()
+    rec = learn.recorder
+    return dict(state=dict(learn.model.state_dict()), opt=tree_leaves(learn.opt.state_dict()), losses=[float(o) for o in rec.losses],
+                values=[[*o] for o in rec.values], preds=[o.as_subclass(torch.Tensor) for o in preds])
+def just_mixed():
+    with process_group(): return [bits()]
+def both():
+    with process_group(): return [bits(), bits(False)]
+
+@pytest.mark.parametrize('W,runs', [(2, just_mixed), pytest.param(4, both, marks=pytest.mark.long)], ids=[2,4])
+def test_vision_learner_to_the_bit(W, runs):
+    "On any number of ranks, with `aug_transforms` and MixUp, by fastai's own optimizer"
+    want = runs()
+    for r in run_ranks(runs, W, timeout_s=300): close(r, want, 0)

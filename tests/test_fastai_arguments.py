@@ -1,5 +1,7 @@
 "Whoever comes from fastai gives arguments by position as there: where our order is another one, they are keywords only"
-import inspect
+import ast, inspect, json, re
+from importlib.util import find_spec
+from pathlib import Path
 
 import fastai.callback.all
 import fastai.distributed
@@ -9,6 +11,7 @@ import fastai.vision.all
 import pytest
 from fastai.learner import Learner as FastaiLearner
 
+from test_fastai import make
 import learnerdist.all as ours
 import learnerdist.fastai as with_fastai
 from learnerdist.fastai import checkpoint as fastai_checkpoint, learner as fastai_learner
@@ -77,3 +80,18 @@ def test_what_comes_after_an_argument_that_we_lack_is_a_keyword():
 def test_the_star_has_what_scripts_use():
     internal = 'planned_group await_save was_saved carried fit_flags preempted_status sum_grads mk_metric Compiled TrainEvalCallback'
     assert not {*internal.split()} & {*ours.__all__,*with_fastai.__all__} and len(ours.__all__)<=73
+
+root = Path(__file__).parent.parent
+def test_every_option_of_theirs():
+    "Those of `fastai.distributed` and of Accelerate: each is taken, or is an error and in the docs"
+    pytest.importorskip('accelerate')
+    page = json.loads((root/'nbs/tutorials/from_fastai_distributed.ipynb').read_text())
+    named = {*re.findall(r'`(\w+)[=`]', '\n'.join(''.join(o['source']) for o in page['cells']))}
+    lib = find_spec('accelerate').submodule_search_locations[0]
+    source = ast.parse(Path(lib, 'accelerator.py').read_text()) # not imported, as it changes the environment
+    init = next(f for c in source.body if getattr(c, 'name', '')=='Accelerator' for f in c.body if getattr(f, 'name', '')=='__init__')
+    options = {o.arg for o in init.args.args} - {'self'}
+    assert {'device_placement','dataloader_config'} < options and options <= named
+    learn = make()
+    for o in options-{'split_batches','mixed_precision'}: # the latter is an option of DDP's
+        with pytest.raises(ValueError, match=o): learn.to_distributed(**{o: 1})

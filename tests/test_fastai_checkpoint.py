@@ -11,6 +11,7 @@ from fastai.learner import Learner
 from fastai.metrics import accuracy
 from fastai.text.data import LMDataLoader
 from helpers import At, kill
+from learnerdist.all import EMA
 from learnerdist.checkpoint.position import set_streams,streams_now
 from learnerdist.distributed.comparison import digest
 from learnerdist.fastai import Checkpoint, Preempted, rank0_first, rank_distrib
@@ -34,15 +35,16 @@ def learner(path, workers=0):
 
 def fit(path, every=1, keep=100, ctx=False, cbs=(), one=True, **kw):
     learn = learner(path, **kw)
-    stopper = EarlyStoppingCallback(patience=9)
-    cbs = [stopper, CSVLogger(), *cbs]
+    stopper,ema = EarlyStoppingCallback(patience=9),EMA(.7, evaluate=True)
+    cbs = [stopper, CSVLogger(), ema, *cbs]
     if every: cbs.insert(0, Checkpoint('ckpt', every, keep, resume=one))
     with learn.no_bar() if hasattr(learn, 'no_bar') else nullcontext(), learn.distrib_ctx() if ctx else nullcontext():
         if one: learn.fit_one_cycle(2, .01, cbs=cbs)
         else: learn.fit(2, cbs=cbs, resume=bool(every))
         learn.validate()
     rec = learn.recorder
-    return dict(model=digest(learn.model.state_dict()), opt=digest(learn.opt.state_dict()['state']), values=[list(o) for o in rec.values],
+    return dict(model=digest(learn.model.state_dict()), opt=digest(learn.opt.state_dict()['state']), average=digest(ema.weights),
+                values=[list(o) for o in rec.values],
                 losses=[float(o) for o in rec.losses], lrs=list(rec.lrs), iters=list(rec.iters), wait=(stopper.best,stopper.wait),
                 csv=[o.rpartition(',')[0] for o in (path/'history.csv').read_text().splitlines()],
                 hps={k:[float(o) for o in v] for k,v in getattr(rec, 'hps', {}).items()})
@@ -63,10 +65,10 @@ def everywhere(path, ctx, names=None, **kw):
     found['stopped'] = differing(whole, fit(path/'stop', 'epoch', ctx=ctx, **kw))
     return found
 
-@pytest.mark.parametrize('one', [True, False])
-def test_alone(one, tmp_path):
-    found = everywhere(tmp_path, False, one=one)
-    assert len(found)==14 and found.pop('status')==75 and not any(found.values()), found
+@pytest.mark.parametrize('one,names,n', [(True,None,14), (False,['epoch_0000-step_00000002','epoch_0001-step_00000007'],5)])
+def test_alone(one, names, n, tmp_path):
+    found = everywhere(tmp_path, False, names, one=one)
+    assert len(found)==n and found.pop('status')==75 and not any(found.values()), found
 
 def texts(seed):
     random.seed(seed)

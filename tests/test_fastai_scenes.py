@@ -1,5 +1,5 @@
-"Scenes of the table with fastai's Learner: each on 2 ranks, and before a release on 3, is what it is on one process"
-import traceback, warnings
+"Scenes of the table with fastai's Learner: some on 2 ranks, and before a release each on 3, are what they are on one process"
+import functools, traceback, warnings
 from functools import partial
 import pytest
 pytest.importorskip('fastai')
@@ -7,12 +7,12 @@ import torch
 from fastai.data.core import DataLoaders, TfmdDL
 from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper
-from torch import nn
 from torch.utils._pytree import tree_leaves
 from learnerdist.core.env import group_rank, group_size, process_group
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 from harness import close
+from helpers import OneFloat
 from scenes import make, scenes
 
 warnings.filterwarnings('ignore')
@@ -23,14 +23,6 @@ exact = ('linear','conv','lstm','adam','bn','bn_adam','bn_frozen','bn_cumulative
 # Samples that fill no batch, or parts that are not equal, or items, weigh a loss that fastai's Recorder wants in float32
 rounded = ('ignore','45 samples','5 samples','47, drop_last','label','weights','focal','attribute','graph','bce','mse','tokens',
            'counted','conv_37_drop','split_11','targets changed in place')
-
-class OneFloat(nn.Module):
-    "A loss in float32, which fastai's Recorder asks for; its gradients are in float64 all the same"
-    def __init__(self, func):
-        super().__init__()
-        self.func = func
-        if hasattr(func, 'n_items'): self.n_items = func.n_items
-    def forward(self, *args): return self.func(*args).float()
 
 def fastais(c, W, rank):
     "The learner of the scene, with fastai's classes"
@@ -61,15 +53,18 @@ def outcome(*args):
     try: return run(*args)
     except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
 
-def rank_runs():
-    with process_group(): return {k: outcome(k, group_size(), group_rank()) for k in exact+rounded}
+# By number of ranks: one of each kind of what the engine's adapter does; before a release all
+names = {2: ('linear','bn','find_unused','static','one_valid','InstanceNorm','contrastive','inputs changed in place','ignore',
+             '47, drop_last','focal','graph','counted','split_11','targets changed in place'), 3: exact+rounded}
+def rank_runs(names):
+    with process_group(): return {k: outcome(k, group_size(), group_rank()) for k in names}
 
-@pytest.fixture(scope='module', params=[2,pytest.param(3, marks=pytest.mark.long)])
-def ranks(request): return run_ranks(rank_runs, request.param, timeout_s=300)
+@functools.cache
+def on_ranks(W): return run_ranks(rank_runs, W, names[W], timeout_s=300)
 
-@pytest.mark.parametrize('name', exact+rounded)
-def test_scene(ranks, name):
-    want = outcome(name)
+@pytest.mark.parametrize('W,name', [pytest.param(W, k, marks=[pytest.mark.long]*(W==3)) for W,ks in names.items() for k in ks])
+def test_scene(W, name):
+    want,ranks = outcome(name),on_ranks(W)
     for r in ranks:
         assert 'error' not in want and 'error' not in r[name], (want.get('error'),r[name].get('error'))
         for k in want:

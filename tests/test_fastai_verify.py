@@ -49,7 +49,7 @@ def jittered():
     return learn
 def mixed_up(): return learner(cbs=MixUp())
 
-@pytest.mark.parametrize('func', [accumulating,logged,*(pytest.param(o, marks=pytest.mark.long) for o in (plain,of_torch))])
+@pytest.mark.parametrize('func', [logged,*(pytest.param(o, marks=pytest.mark.long) for o in (accumulating,plain,of_torch))])
 def test_same(func):
     res = verify(func, steps=3)
     assert res.same and max(res.largest[k].by for k in ('gradients','weights','predictions'))<1e-11, res

@@ -1,7 +1,6 @@
 "What a fastai user does on the first day, with our Learner: exact on 2 and 3 ranks against one process"
 import pytest,torch
 from torch import nn
-from torch.nn import functional as F
 from torch.optim import SGD
 
 from harness import asking, close
@@ -107,46 +106,6 @@ def test_fine_tune(W, found):
     assert torch.equal(one['fine_tune'][body], one['freeze'][body]) and not torch.equal(one['unfreeze'][body], one['freeze'][body])
     assert not torch.equal(one['fine_tune'][136:152], one['freeze'][136:152]) # BatchNorm in the frozen group trains, as in fastai
 
-class Takes(nn.Module):
-    "Takes its inputs by name, as models of transformers do"
-    def __init__(self):
-        super().__init__()
-        self.emb,self.head = nn.Embedding(9, 4).double(),nn.Linear(4, 3).double()
-    def forward(self, input_ids, attention_mask=None, labels=None):
-        mask = attention_mask.double()[...,None]
-        logits = self.head((self.emb(input_ids)*mask).sum(1)/mask.sum(1))
-        return dict(logits=logits) if labels is None else dict(loss=F.cross_entropy(logits, labels), logits=logits)
-
-def texts(n, seed, labels=True):
-    g = torch.Generator().manual_seed(seed)
-    for i in range(n):
-        ids = torch.randint(9, (5,), generator=g)
-        item = dict(input_ids=ids, attention_mask=(torch.arange(5)<1+i%5).long(), idx=i)
-        yield dict(item, labels=ids[0]%3) if labels else item
-
-def by_name(with_loss):
-    torch.manual_seed(1)
-    dls = DataLoaders.from_dsets([*texts(48, 0)], [*texts(24, 1)], bs=12//max(num_distrib(), 1))
-    loss = None if with_loss else (lambda out, b: F.cross_entropy(out['logits'], b['labels']))
-    learn = Learner(dls, Takes(), loss, sgd, lr=.1)
-    learn.logger = lambda line: None
-    with learn.distrib_ctx(seed=3):
-        learn.fit(2)
-        preds,targs = learn.get_preds()
-        test,_ = learn.get_preds(dl=learn.dls.test_dl([*texts(10, 2, labels=False)]))
-        return dict(weights=weights(learn), valid=learn.validate(), preds=preds if with_loss else preds['logits'], labels=targs['labels'],
-                    test=test if with_loss else test['logits'])
-def own_loss(W, rank, path): return by_name(True)
-
-@on_2
-def test_dict_batches(W, found):
-    "`forward` gets the keys that it names, without a wrapper class; `idx` is not one of them"
-    one = alike(found, own_loss, W)
-    assert one['preds'].shape==(24,3) and one['test'].shape==(10,3)
-    assert one['valid'][0]==pytest.approx(F.cross_entropy(one['preds'], one['labels']).item())
-    plain = by_name(False)
-    for k in ('weights','preds'): close(plain[k], one[k])
-
 # --- looking, test data, and use elsewhere --------------------------------------------------------------------------------------
 
 def predicted(W, rank, path):
@@ -178,4 +137,4 @@ def test_use_elsewhere(W, found):
     one = alike(found, used, W)
     assert torch.equal(one[0], one[1]) and torch.allclose(one[2][0], one[0])
 
-found = asking(find, tuned, own_loss, predicted, used)
+found = asking(find, tuned, predicted, used)

@@ -142,8 +142,8 @@ for f in (Learner.fit,Learner.to_distributed,Learner.distrib_ctx):
     of_ddp = f.__doc__.rpartition("and DDP's")[2]
     print('said', all(f'\\n{{k}}: ' in f.__doc__ or k in of_ddp for k in options))"""
 
-@pytest.mark.parametrize('public,prompt', [pytest.param('learnerdist.all', False, marks=pytest.mark.long),
-                                           pytest.param('learnerdist.fastai', True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('public,prompt', [pytest.param('learnerdist.all', True, marks=pytest.mark.slow),
+                                           pytest.param('learnerdist.fastai', False, marks=pytest.mark.long)]) # test_fastai.py
 def test_help_says_what_parameters_mean(public, prompt):
     "Each option of a context, always; of all else at a prompt only: scripts do not wait for it"
     code = helped.format(public=public, prompt=prompt)

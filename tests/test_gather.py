@@ -1,88 +1,40 @@
-"`get_preds(gather=…)`: shared memory, and rank 0 alone, of both Learners; exact for any shares"
-import errno,functools,os,resource,tempfile,warnings
+"`get_preds(gather=…)`: files in memory, what is left open, errors, and fastai's Learner. What comes back is in test_predictions.py"
+import errno,os,resource,tempfile,warnings
 from pathlib import Path
-import pytest, torch, torch.distributed as dist
+import pytest, torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from test_predictions import Fn, bare_loss
 from learnerdist.all import Callback, CancelBatchException, DataLoaders, Learner, TfmdDL, group_rank, process_group
 from learnerdist.data.rows import StoredRows
 from learnerdist.testing import run_ranks
 
 pytest.importorskip('fastai')
 
-class Fn(nn.Module):
-    def __init__(self, f):
-        super().__init__()
-        self.f = f
-    def forward(self, x): return self.f(x)
-
-def zero(p, *y): return torch.zeros(())
 def xy(n): return torch.randn(n, 3, generator=torch.Generator().manual_seed(n)),torch.arange(n)
 def wide(x): return x.repeat(1, 400)
-def nested(x): return dict(wide=wide(x), few=(x.half(), x[:,0].bfloat16(), x[:,:1]>0))
-def boxes(x): return [o.repeat(1+int(o[0]>0)) for o in x]
-models = dict(narrow=lambda x: x*2, wide=wide, nested=nested, boxes=boxes)
+models = dict(narrow=lambda x: x*2, wide=wide)
 
 def make(name, n, bs=3, cbs=None):
-    return Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(n)), bs)]*2), Fn(models[name]), zero, cbs=cbs)
+    return Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(n)), bs)]*2), Fn(models[name]), bare_loss, cbs=cbs)
 
 def leaves(o):
     "Nested lists of numbers, with dtypes"
     if isinstance(o, dict): return {k: leaves(v) for k,v in o.items()}
     return (str(o.dtype),o.tolist()) if isinstance(o, torch.Tensor) else [leaves(v) for v in o] if isinstance(o, (list,tuple)) else o
 
-cases = [('narrow', 13),('wide', 13),('nested', 13),('nested', 1),('wide', 2),('boxes', 7)] # one or two samples: ranks without any
-
-def gathers():
-    res = {}
-    for name,n in cases:
-        learn = make(name, n)
-        with learn.distrib_ctx(seed=1):
-            got = {'all': learn.get_preds(with_input=True), 'rank0': learn.get_preds(gather='rank0')}
-            for t in torch.utils._pytree.tree_leaves(got['all']):
-                if name!='boxes' and t.dtype!=torch.bool: t += group_rank()+1 # each rank's own
-            dist.barrier() if dist.is_initialized() else None
-            res[name,n] = {k: leaves(o) for k,o in got.items()}
-    return res
-
-def rank_answers(kind):
+def rank_answers():
     "All that is asked of ranks"
-    res = dict(gathers=on_rank(gathers))
-    if kind!='together': return res
-    differ = [rank_differs(o) for o in ('get_preds','validate')]
-    return dict(res, skips=on_rank(skips), differ=differ, fastai=rank_fastai())
+    res = dict(opened=rank_leaves_open(), skips=on_rank(skips), odd=rank_no_rows_in_memory(), fastai=rank_fastai())
+    return res | dict(differ=[rank_differs(o) for o in ('get_preds','validate')], kept=rank_keeps_an_error())
+
+@pytest.fixture(scope='module')
+def ranks(): return run_ranks(rank_answers, 2, timeout_s=240)
 
 def on_rank(f, *args):
     with process_group(), warnings.catch_warnings():
         warnings.simplefilter('ignore')
         return f(*args)
-
-@pytest.fixture(scope='module')
-def ranks():
-    "Two ranks of one machine; three of three machines"
-    @functools.cache
-    def ranks(kind):
-        env = dict(LOCAL_WORLD_SIZE=1) if kind=='apart' else None
-        return run_ranks(rank_answers, 2 if kind=='together' else 3, kind, env=env, timeout_s=240)
-    return ranks
-
-def bumped(o, by):
-    if isinstance(o, dict): return {k: bumped(v, by) for k,v in o.items()}
-    if isinstance(o, tuple): return o if 'bool' in o[0] else (o[0],plus(o, by))
-    return [bumped(v, by) for v in o]
-def plus(o, by): return torch.tensor(o[1], dtype=getattr(torch, o[0][6:])).add(by).tolist()
-
-@pytest.mark.parametrize('kind', ['alone', 'together', 'apart'])
-def test_everything_as_in_one_process(kind, ranks):
-    want = {}
-    for name,n in cases:
-        rows = make(name, n).get_preds(with_input=True)
-        want[name,n] = leaves(rows)
-    found = [dict(gathers=on_rank(gathers))] if kind=='alone' else ranks(kind)
-    for r,res in enumerate(o['gathers'] for o in found):
-        for case,got in res.items():
-            assert got['all']==bumped(want[case], 0 if case[0]=='boxes' else r+1), case
-            assert got['rank0']==(want[case][1:] if r==0 else [None,None]), case
 
 class Skips(Callback):
     "A batch that rank 0 leaves out"
@@ -94,7 +46,7 @@ def skips():
     with learn.distrib_ctx(): return leaves(learn.get_preds()[1])
 
 def test_a_cancelled_batch_has_no_rows(ranks):
-    for o in ranks('together'): assert o['skips']==('torch.int64',[0,1,2,3,4,5,9,10,11,12]) # not 6, 7, 8
+    for o in ranks: assert o['skips']==('torch.int64',[0,1,2,3,4,5,9,10,11,12]) # not 6, 7, 8
 
 # --- errors -----------------------------------------------------------------------------------------------------------------
 
@@ -120,7 +72,7 @@ def rank_keeps_an_error():
         first = failed()
         return failed()-first,len(errors)
 
-def test_memory_of_a_failed_call_is_freed_though_its_error_is_kept(): assert run_ranks(rank_keeps_an_error, 2)==[(0, 2)]*2
+def test_memory_of_a_failed_call_is_freed_though_its_error_is_kept(ranks): assert [o['kept'] for o in ranks]==[(0, 2)]*2
 
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float16, torch.bool, torch.uint8, torch.int16, torch.int64, torch.complex64])
 @pytest.mark.parametrize('shape', [(), (3,), (0,), (700, 2)])
@@ -160,7 +112,7 @@ def rank_fastai():
 def test_fastais_learner(kind, ranks):
     import learnerdist.fastai # noqa: F401
     want = {n: leaves(fastai_learner(n, 'wide').get_preds(with_input=True, with_decoded=True)) for n in (13,1)}
-    for r,res in enumerate([rank_fastai()] if kind=='alone' else [o['fastai'] for o in ranks(kind)]):
+    for r,res in enumerate([rank_fastai()] if kind=='alone' else [o['fastai'] for o in ranks]):
         for n in (13,1):
             whole,rank0,targs = res[n]
             assert same(whole, want[n]) and targs==[None,want[n][2]]
@@ -170,19 +122,19 @@ def same(a, b):
     "To the rounding of a softmax over other batches"
     return len(a)==len(b) and all(p[0]==q[0] and torch.allclose(torch.tensor(p[1]), torch.tensor(q[1]), 1e-5, 1e-6) for p,q in zip(a, b))
 
-class Differs(torch.utils.data.IterableDataset):
+class Differs(IterableDataset):
     "Reads another number of samples on each rank, the same ones at first"
     def __iter__(self): return iter([*zip(*xy(13))][:13-4*group_rank()])
 
 def rank_differs(do):
     with process_group():
-        learn = Learner(DataLoaders(TfmdDL(TensorDataset(*xy(4)), 2), torch.utils.data.DataLoader(Differs(), 2)), Fn(lambda x: x), zero)
+        learn = Learner(DataLoaders(TfmdDL(TensorDataset(*xy(4)), 2), DataLoader(Differs(), 2)), Fn(lambda x: x), bare_loss)
         try:
             with learn.distrib_ctx(): getattr(learn, do)()
         except Exception as e: return str(e)
 
 def test_batches_that_were_not_seen_once_are_an_error(ranks):
-    for messages in sum((o['differ'] for o in ranks('together')), []):
+    for messages in sum((o['differ'] for o in ranks), []):
         assert 'evaluated 4, 2 batches, 6 in all' in messages and 'have counted 7, 5' in messages
 
 def rank_leaves_open():
@@ -205,13 +157,13 @@ def no_rows_in_memory(x): return dict(sparse=x.to_sparse(), quantized=torch.quan
 def rank_no_rows_in_memory():
     with process_group(), warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        learn = Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(7)), 3)]*2), Fn(no_rows_in_memory), zero)
+        learn = Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(7)), 3)]*2), Fn(no_rows_in_memory), bare_loss)
         with learn.distrib_ctx(): o = learn.get_preds()[0]
         return type(o['sparse']),o['sparse'].is_sparse,o['sparse'].to_dense(),o['quantized'].dequantize()
 
-def test_tensors_whose_rows_are_no_bytes():
+def test_tensors_whose_rows_are_no_bytes(ranks):
     x = xy(7)[0]
-    for cls,is_sparse,sparse,quantized in [rank_no_rows_in_memory(),*run_ranks(rank_no_rows_in_memory, 2)]:
+    for cls,is_sparse,sparse,quantized in [rank_no_rows_in_memory(),*[o['odd'] for o in ranks]]:
         assert (cls,is_sparse)==(torch.Tensor,True) and torch.equal(sparse, x)
         assert torch.allclose(quantized, x, atol=.051)
 
@@ -237,4 +189,4 @@ def test_too_many_open_files(who, at_end):
     assert res[who][0]=='OSError' and 'Too many open files' in res[who][1]
     assert res[1-who][0]=='RankError' and f'rank {who} failed with OSError' in res[1-who][1] and 'Too many open' in res[1-who][1]
 
-def test_ranks_without_a_result_close_their_files(): assert run_ranks(rank_leaves_open, 2)==[[],[]]
+def test_ranks_without_a_result_close_their_files(ranks): assert [o['opened'] for o in ranks]==[[],[]]

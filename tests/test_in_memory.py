@@ -12,7 +12,7 @@ from learnerdist.testing import run_ranks
 from learnerdist.all import Callback,Checkpoint,DataLoaders,Preempted,rank_distrib
 import pytest
 import test_checkpoint as checkpoint
-from helpers import environment,free_port,launcher as launch,root
+from helpers import free_port,launch,root
 
 slow = pytest.mark.slow
 
@@ -75,10 +75,10 @@ def train(folder, plan, kind, kw):
 def run(folder, plan=(), kind='', nproc=2, options=(), **kw):
     "Exit status, the result of rank 0, and what was printed"
     folder.mkdir(parents=True, exist_ok=True)
-    env = environment(PYTHONPATH=f'{root}:{root/"tests"}', **as_all)
+    env = dict(PYTHONPATH=f'{root}:{root/"tests"}', **as_all)
     plan = dict(enumerate(plan)) if isinstance(plan, (list,tuple)) else plan
-    cmd = [*launch, '--nproc', nproc, '--max-restarts', len(plan), *options, __file__, folder, json.dumps(plan), kind, json.dumps(kw)]
-    res = subprocess.run([*map(str, cmd)], env=env, capture_output=True, text=True, timeout=200)
+    launcher = '--nproc',nproc,'--max-restarts',len(plan),*options
+    res = launch(*launcher, __file__, folder, json.dumps(plan), kind, json.dumps(kw), env=env)
     file = folder/'result.json'
     return res.returncode,json.loads(file.read_text()) if file.exists() else None,res.stdout+res.stderr
 
@@ -127,13 +127,14 @@ def test_alone(tmp_path, background):
         assert n[1]==n[-1], n
         assert not snapshots(Memory(str(tmp_path/'b/ckpt')).folder) # there is a file
 
-def test_a_signal_in_the_last_step_leaves_a_file(tmp_path):
-    "Without a validation, before which it would be written"
-    learn,cb = checkpoint.learner(tmp_path),checkpoint.At(9, checkpoint.kill)
+@pytest.mark.parametrize('step,name', [(4,'epoch_0000-step_00000004'), (9,'epoch_0001-step_00000009')])
+def test_a_signal_alone_leaves_a_file(tmp_path, step, name):
+    "In an epoch, or in its last step, without a validation, before which it would be written"
+    learn,cb = checkpoint.learner(tmp_path),checkpoint.At(step, checkpoint.kill)
     learn.dls,cb.order = DataLoaders(learn.dls.train),0
-    with launch_folder(), pytest.raises(Preempted, match='saved in .* after step 9'):
+    with launch_folder(), pytest.raises(Preempted, match=f'saved in .* after step {step}'):
         learn.fit(1, cbs=[cb,Checkpoint('ckpt', every=1, in_memory=True)])
-    assert [o.name for o in snapshots(tmp_path/'ckpt')]==['epoch_0001-step_00000009']
+    assert [o.name for o in snapshots(tmp_path/'ckpt')]==[name]
 
 def test_no_room(tmp_path, monkeypatch):
     def full(*args): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -154,13 +155,15 @@ everywhere = [at('after_pred', 0, 2), at('commit', 0, 2, ranks=[0]), at('after_t
               at('after_backward', 1, 1, ranks=[0]), at('after_step', 1, 2), at('after_epoch', 1)]
 
 @slow
-@pytest.mark.parametrize('nproc,n,points,kw', [(2, 1, everywhere[1::2], dict(every='epoch', in_memory=1)),
-    pytest.param(2, 2, everywhere, dict(every=2, in_memory=True), marks=pytest.mark.long),
-    pytest.param(3, 2, everywhere, dict(every='epoch', in_memory=1, background=True), marks=pytest.mark.long)])
-def test_killed_everywhere(nproc, n, points, kw, tmp_path, undisturbed):
-    code,res,text = run(tmp_path, points, nproc=nproc, **kw)
+@pytest.mark.parametrize('nproc,n,points,kind,kw', [(2, 1, everywhere[1::2], 'two fits', dict(every='epoch', in_memory=1)),
+    pytest.param(2, 2, everywhere, '', dict(every=2, in_memory=True), marks=pytest.mark.long),
+    pytest.param(3, 2, everywhere, '', dict(every='epoch', in_memory=1, background=True), marks=pytest.mark.long)])
+def test_killed_everywhere(nproc, n, points, kind, kw, tmp_path, undisturbed):
+    "And a fit before it, which is done, stays so"
+    code,res,text = run(tmp_path, points, kind, nproc=nproc, **kw)
     assert code==0 and same(undisturbed(nproc), res), text
-    assert text.count('the state in memory')==len(points), text
+    n_done = text.count('in done after step 5, from the state in memory')
+    assert text.count('the state in memory')-n_done==len(points) and n_done==(len(points) if kind else 0), text
     assert max(lost(tmp_path))<=n and not Path((tmp_path/'memory').read_text()).exists()
     assert (tmp_path/'ckpt').exists()==('epoch'==kw['every'])
 
@@ -169,12 +172,6 @@ def test_without_a_fork_server_and_with_workers(tmp_path, undisturbed):
     code,res,text = run(tmp_path, [at('commit', 0, 3, ranks=[0])], 'workers', options=['--no-fork-server'], every=1, in_memory=True)
     assert code==0 and same(undisturbed(2, 'workers'), res) and 'after step 2, from the state in memory' in text, text
 
-@slow
-def test_a_fit_that_is_done_stays_done(tmp_path, undisturbed):
-    code,res,text = run(tmp_path, [at('after_backward', 1, 1)], 'two fits', every=2, in_memory=True)
-    assert code==0 and res['values']==undisturbed()['values'], text
-    assert 'in done after step 5, from the state in memory' in text and 'in train after step 6, from the state in memory' in text, text
-
 @pytest.mark.long
 def test_twenty_restarts_leave_nothing_open(tmp_path):
     code,res,text = run(tmp_path, [at('before_train')]*20, every=1, in_memory=True)
@@ -182,7 +179,7 @@ def test_twenty_restarts_leave_nothing_open(tmp_path):
     n = [*map(int, (tmp_path/'open').read_text().split())]
     assert len(n)==21 and max(n[11:])<=max(n[1:11]), n
 
-@slow
+@pytest.mark.long # a file, test_a_signal_alone_leaves_a_file shows; ranks and the status, test_checkpoint.py
 def test_a_signal_leaves_a_file(tmp_path, undisturbed):
     code,res,text = run(tmp_path, {}, 'SIGTERM', every=1, in_memory=True)
     assert code==75 and res is None and [o.name for o in (tmp_path/'ckpt').iterdir()]==['epoch_0000-step_00000002'], text
@@ -229,16 +226,16 @@ def test_a_killed_launcher_leaves_nothing_for_long(tmp_path):
     (tmp_path/'tmp').mkdir()
     script = tmp_path/'script.py'
     script.write_text(killed)
-    def launch(*args):
+    def start(*args):
         cmd = [sys.executable,'-m','learnerdist.launch','--nproc','1',script,tmp_path,*args]
         env = os.environ|dict(PYTHONPATH=str(root), TMPDIR=str(tmp_path/'tmp'))
         with subprocess.Popen([*map(str, cmd)], env=env, stdout=subprocess.PIPE, text=True) as p:
             assert p.stdout.readline()=='here\n'
             if args: p.kill()
         return Path((tmp_path/'memory').read_text())
-    left = launch('kill')
+    left = start('kill')
     assert left.exists() and left.stat().st_mode&0o777==0o700 and not [*(tmp_path/'tmp').iterdir()] # which may be full
-    last = launch()
+    last = start()
     assert not left.exists() and not last.exists() and not [*(tmp_path/'tmp').iterdir()]
 
 if __name__=='__main__': train(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))

@@ -64,26 +64,6 @@ def test_the_same_numbers(name, alone, tmp_path):
     assert numbers(out)==pytest.approx(alone, rel=1e-5) and 'by 2' in out
     if name=='ray': assert numbers(out, 'reported')==pytest.approx(alone, rel=1e-5)
 
-def openmpi(r):
-    env = dict(OMPI_COMM_WORLD_RANK=r, OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_LOCAL_RANK=r, OMPI_COMM_WORLD_LOCAL_SIZE=2)
-    return {k: str(v) for k,v in env.items()}
-
-# The variables of each launcher are read in test_env.py
-@pytest.mark.long
-def test_run_starts_no_ranks_of_ranks(alone, tmp_path):
-    "mpirun has started two processes: `run` calls the function, in each, as under torchrun"
-    write_recipes(tmp_path)
-    code = 'from learnerdist.launch import run; from train import main; run(main, nproc=2)'
-    both = [start(f'python -c "{code}"; exit $?', tmp_path, **openmpi(r)) for r in range(2)]
-    (first,a),(second,b) = map(ended, both)
-    assert (a,b)==(0,0) and numbers(first)==pytest.approx(alone, rel=1e-5) and 'final' not in second, first+second
-
-def test_an_allocation_without_a_step(alone, tmp_path):
-    write_recipes(tmp_path)
-    out,status = ended(start('python train.py', tmp_path, SLURM_JOB_ID='7', SLURM_NTASKS='2', SLURM_NNODES='1'))
-    assert status==0 and numbers(out)==pytest.approx(alone)
-    assert out.count('UserWarning: [trains-alone] SLURM_NTASKS=2, but this process trains alone: start it by srun')==1, out
-
 @pytest.mark.long
 def test_kubernetes_by_hand(alone, tmp_path):
     write_recipes(tmp_path)

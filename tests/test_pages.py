@@ -1,17 +1,15 @@
 "Every block of Python on the pages of docs/ and in README runs, in order, on 2 processes, or on those that it starts"
-import os,re,shlex,subprocess,sys
-from pathlib import Path
+import os,re,shlex,sys
 
 import nbformat,pytest
 from nbclient import NotebookClient
 from PIL import Image
 
-from helpers import blocks
+from helpers import blocks,launch,root
 from learnerdist import verify
 from learnerdist.launch.cli import get_parser
 from learnerdist.testing import run_ranks
 
-root = Path(__file__).parent.parent
 elsewhere = 'launchers','messages' # test_launchers and test_messages run those
 pages = [root/'README.md',*sorted(o for o in (root/'docs').glob('*.md') if o.stem not in elsewhere)]
 # What a page takes for granted: a learner, its data and model
@@ -56,8 +54,7 @@ def test_blocks_run(path, tmp_path):
 @pytest.mark.parametrize('page, words', [('launching', ['epoch']), ('same', ['DIFFERENT: 2 ','The same: 2 '])])
 def test_blocks_that_start_processes(page, words, tmp_path):
     (tmp_path/'page.py').write_text('\n'.join([setup,*blocks(root/f'docs/{page}.md')]))
-    env = {**os.environ, 'PYTHONPATH': str(root)}
-    p = subprocess.run([sys.executable, 'page.py'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    p = launch('page.py', cwd=tmp_path, command=[sys.executable])
     assert p.returncode==0 and all(o in p.stdout for o in words), p.stdout+p.stderr
 
 @pytest.mark.slow
@@ -69,9 +66,7 @@ def test_a_day_with_fastai(tmp_path):
 def test_a_day_with_fastai_killed(tmp_path):
     "Its script goes on, in the epoch in which a rank was killed"
     (tmp_path/'train.py').write_text('\n'.join([day[0],killed]))
-    args = '-m learnerdist.launch --nproc 2 --max-restarts 1 train.py'.split()
-    env = {**os.environ, 'PYTHONPATH': str(root)}
-    p = subprocess.run([sys.executable, *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    p = launch('--nproc', 2, '--max-restarts', 1, 'train.py', cwd=tmp_path)
     assert p.returncode==0 and 'rank 1 failed first: ended by SIGKILL' in p.stderr, p.stdout+p.stderr
     assert 'going on in epoch 0 after step 20' in p.stdout and re.search(r'^accuracy 0\.\d+$', p.stdout, re.M)
 

@@ -61,17 +61,6 @@ def test_bad_ids_are_refused_at_once_and_change_nothing(monkeypatch):
     with pytest.raises(ValueError, match=r'\[9\]'): learn.to_parallel([9])
     assert learn.parallel_trainer.device_ids==[0,1]
 
-@pytest.mark.skipif(torch.cuda.device_count()>1, reason='the plain model is for machines with fewer than two GPUs')
-@pytest.mark.parametrize('ids', [None, [0]])
-def test_without_gpus_the_plain_model_trains(ids):
-    plain = make()
-    plain.fit(2)
-    spy = Spy()
-    learn = make(cbs=spy)
-    with learn.parallel_ctx(ids) as same: same.fit(2)
-    assert same is learn and set(spy.seen.values())=={nn.Linear}
-    assert all(torch.equal(a, b) for a,b in zip(plain.model.parameters(), learn.model.parameters(), strict=True))
-
 # --- the wrapper --------------------------------------------------------------------------------------------------------------
 
 def test_wrapped_for_the_fit_only(two_gpus, tmp_path):

@@ -1,11 +1,10 @@
 "`--plan`: each figure within 5 % of what real ranks hold, send and write; both Learners, replicated and sharded; nothing is written"
-import os,subprocess,sys
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 import pytest,torch
 import torch.distributed as dist
 from torch import nn
+from helpers import launch,root
 from learnerdist.all import *
 from learnerdist.core.compat import fsdp_on_cpu,tree_leaves
 from learnerdist.core.shards import local_part
@@ -85,8 +84,8 @@ def real(kind, path, ctx, acc):
 cases = [(2,'ours',{},0), (2,'fastai',{},0), (4,'ours',{},0), (2,'ours',{},2*BS)]
 cases += [(2,'ours',dict(shard=True),0), (4,'ours',dict(shard=dict(replicas=2)),0), (2,'fastai',dict(shard=True),0)]*fsdp_on_cpu
 
-# (4, ours) has the arithmetic of 2 ranks, and a sharded fastai learner that of a whole one
-@pytest.mark.parametrize('W,kind,ctx,acc', [pytest.param(*o, marks=[pytest.mark.long]*(i in (0,1))) for i,o in enumerate(cases)])
+# Accumulation has the arithmetic of 2 ranks, replicas of a sharded model that of 4, and a sharded fastai learner that of a whole one
+@pytest.mark.parametrize('W,kind,ctx,acc', [pytest.param(*o, marks=[pytest.mark.long]*(i<3)) for i,o in enumerate(cases)])
 def test_real_ranks(tmp_path, W, kind, ctx, acc):
     acc = [GradientAccumulation(acc)] if acc else []
     def train():
@@ -120,6 +119,7 @@ def test_what_does_not_divide():
     assert half<.6*full
 
 script = """
+import sys
 from test_plan import *
 learn = make(path=sys.argv[1], cbs=[CSVLogger(), EarlyStoppingCallback()])
 learn.path.mkdir()
@@ -131,8 +131,6 @@ learn.save('end')
 @pytest.mark.slow
 def test_command(tmp_path):
     (tmp_path/'a.py').write_text(script)
-    env = os.environ|dict(PYTHONPATH=f'{Path(__file__).parent}:{os.environ.get("PYTHONPATH", "")}')
-    call = [sys.executable,'-m','learnerdist.launch','--plan','256',tmp_path/'a.py',tmp_path/'here']
-    res = subprocess.run(call, capture_output=True, text=True, env=env, timeout=100)
+    res = launch('--plan', 256, tmp_path/'a.py', tmp_path/'here', env=dict(PYTHONPATH=f'{root}:{root/"tests"}'))
     assert res.returncode==0 and 'rank 0 of 256' in res.stdout, res.stderr
     assert not [*(tmp_path/'here').iterdir()]

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler, get_worker_info
 from harness import asking, caught, close
-from learnerdist.all import DataLoaders, Learner, TfmdDL
+from learnerdist.all import DataLoaders, Learner, TfmdDL, distrib_barrier
 
 def plain(o):
     "Nested lists and dicts of numbers"
@@ -140,16 +140,45 @@ random_cases = dict(
 def in_ctx(learn): return learn.distrib_ctx(seed=1)
 def alone(learn): return contextlib.nullcontext()
 
-def predicted(W, rank, path): return {k: caught(f, in_ctx) for k,f in {**cases,**random_cases}.items()}
-def streamed(W, rank, path): return [stream_preds(o) for o in (0,1,2)]
-found = asking(predicted, streamed)
+# For rank 0 alone: wide rows, nested ones, lists, and fewer samples than ranks
+for_rank0 = dict(
+    rank0_wide=lambda ctx: preds(ctx, model=Fn(lambda x: x.repeat(1, 400)), loss=bare_loss, gather='rank0'),
+    rank0_nested=lambda ctx: preds(ctx, model=Fn(nested), loss=bare_loss, gather='rank0', with_input=True),
+    rank0_boxes=lambda ctx: preds(ctx, model=Fn(boxes), loss=bare_loss, gather='rank0'),
+    rank0_one=lambda ctx: preds(ctx, n=1, train=dl(4), gather='rank0', with_loss=True))
 
+def predicted(W, rank, path): return {k: caught(f, in_ctx) for k,f in {**cases,**random_cases,**for_rank0}.items()}
+def streamed(W, rank, path): return [stream_preds(o) for o in (0,1,2)]
+types = torch.float32,torch.float16,torch.bfloat16,torch.bool
+def own_rows(W, rank, path):
+    "Rows to which each rank has added a number: on one machine they share memory; their types"
+    learn = make(Fn(lambda x: tuple((x>0) if o is torch.bool else x.to(o) for o in types)), loss=bare_loss)
+    with learn.distrib_ctx(seed=1):
+        rows,_ = learn.get_preds()
+        rows[0].add_(rank+1)
+        distrib_barrier()
+        return rows[0]-rank-1,[o.dtype for o in rows]
+# On one machine, and on as many machines as ranks
+found,apart = asking(predicted, streamed, own_rows),asking(predicted, own_rows, env=dict(LOCAL_WORLD_SIZE='1'))
+
+@pytest.mark.parametrize('where', ['found','apart'])
 @pytest.mark.parametrize('name', [*cases,*random_cases])
-def test_case(name, found):
+def test_case(name, where, request):
     func = {**cases,**random_cases}[name]
     expect = func(in_ctx if name in random_cases else alone)
     same(plain(func(in_ctx)), plain(expect))
-    for got in found(predicted, 3): same(plain(got[name]), plain(expect))
+    for got in request.getfixturevalue(where)(predicted, 3): same(plain(got[name]), plain(expect))
+
+@pytest.mark.parametrize('where', ['found','apart'])
+def test_rank_0_alone_and_rows_of_ones_own(where, request):
+    ranks = request.getfixturevalue(where)
+    for k,f in for_rank0.items():
+        first,*others = (o[k] for o in ranks(predicted, 3))
+        same(first, f(alone))
+        assert others==[[None]*len(first)]*2
+    for rows,found in ranks(own_rows, 3):
+        close(rows, xy()[0], 1e-6)
+        assert found==[*types]
 
 # --- values by hand ---------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@ import io, json, os, re, signal, socket, threading, warnings
 from contextlib import closing, nullcontext, redirect_stdout
 from pathlib import Path
 import pytest
-from torch.nn import functional as F
 from helpers import At
 from learnerdist.all import (Callback, Checkpoint, Learner, Preempted, SaveModelCallback, distrib_barrier, group_rank, group_size,
                              process_group)
@@ -12,7 +11,8 @@ from learnerdist.core import remote
 from learnerdist.core.files import launch_folder
 from learnerdist.core.remote import RemoteError, as_path
 from learnerdist.testing import run_ranks
-from test_sharded import Net, case, data, differs, make, needs_fsdp2, numbers
+from test_files import fastai_learner
+from test_sharded import Net, case, differs, make, needs_fsdp2, numbers
 
 fsspec,s3fs,moto = map(pytest.importorskip, ('fsspec','s3fs','moto.server'))
 calls = 'put_file','get_file','cat_file','find','info','size','rm'
@@ -60,7 +60,7 @@ def names(at): return [o.name for o in snapshot.snapshots(as_path(at))]
 
 # --- one process ------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('kind', ['memory','s3'])
+@pytest.mark.parametrize('kind', ['memory',pytest.param('s3', marks=pytest.mark.long)]) # that of ranks is on S3, too
 def test_a_fit_goes_on_as_from_a_local_folder(kind, memory, s3, tmp_path):
     "To the bit, with the same states there; a folder may be copied from one to the other"
     at = 'memory://runs/a' if kind=='memory' else f'{s3}/runs/a'
@@ -111,7 +111,7 @@ def test_a_learner_has_a_local_folder(tmp_path, monkeypatch):
     ours = make(case(model=Net))
     with pytest.raises(ValueError, match="path='memory://run': give a local folder, and addresses to save"):
         Learner(ours.dls, ours.model, ours.loss_func, path='memory://run')
-    for learn in (ours,fastais()):
+    for learn in (ours,fastai_learner('.')):
         learn.path = Path('s3://bucket/run')
         for f in (learn.save, learn.load, getattr(learn, 'export', learn.save)):
             with pytest.raises(ValueError, match='a Path drops a slash of an address: give addresses as text'): f('a')
@@ -338,7 +338,7 @@ def through(url, at, stop):
         warnings.simplefilter('error', UserWarning)
         return train(at, stop=stop)
 
-@pytest.mark.slow
+@pytest.mark.long # test_each_call_fails_once_and_is_made_again has errors of all calls
 def test_a_connection_that_is_cut(s3, server):
     "In the middle of an upload: each second connection carries 3000 bytes"
     whole = run_ranks(on_ranks, 1, train, f'{s3}/whole')[0]
@@ -352,7 +352,7 @@ def test_a_connection_that_is_cut(s3, server):
 
 def file_of(at, fastai=False, ctx=True, **options):
     "Saved, loaded and loaded again, by fastai's Learner exported, too, on each rank; whether all are the weights that were saved"
-    learn,new = [fastais() if fastai else make(case(model=Net)) for _ in 'ab']
+    learn,new = [fastai_learner('.') if fastai else make(case(model=Net)) for _ in 'ab']
     names = [f'{at}/m',*([] if fastai else [f'{at}/m.safetensors'])]
     found = []
     with learn.distrib_ctx(**options) if ctx else nullcontext():
@@ -371,18 +371,6 @@ def file_of(at, fastai=False, ctx=True, **options):
 def whole_of(model):
     state = model.state_dict()
     return {k: (p.full_tensor() if hasattr(p, 'full_tensor') else p).detach().clone() for k,p in state.items()}
-
-class Rows(list):
-    def new_empty(self): return Rows()
-
-def fastais():
-    from learnerdist.fastai import setup_distrib # noqa: F401
-    from fastai.data.core import DataLoaders
-    from fastai.data.load import DataLoader
-    from fastai.learner import Learner
-    dls = DataLoaders(*[DataLoader(Rows((x.float(),y) for x,y in data(n)), bs=6) for n in (12,6)])
-    learn = Learner(dls, Net(), loss_func=F.cross_entropy, lr=.05)
-    return learn
 
 @pytest.mark.parametrize('fastai', [False, True])
 def test_files_in_memory(fastai, memory):

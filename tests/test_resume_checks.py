@@ -1,6 +1,6 @@
 "What a resumed fit says, and what it refuses before anything is trained"
 import os,shutil,signal
-from collections import Counter,OrderedDict,defaultdict,deque,namedtuple
+from collections import defaultdict,namedtuple
 from concurrent.futures import ThreadPoolExecutor,wait
 from pathlib import Path
 import numpy as np
@@ -221,33 +221,6 @@ def test_load_the_weights_of_a_checkpoint(tmp_path):
 
 # --- the state of callbacks -------------------------------------------------------------------------------------------------
 
-class Typed(Callback):
-    "State of many types"
-    fit_state = 'queue','counts','ordered','array','nested','number'
-    def before_fit(self):
-        self.queue,self.counts,self.ordered = deque(maxlen=3),Counter(),OrderedDict()
-        self.array,self.nested,self.number = np.zeros(2, dtype=np.float32),dict(a=deque(maxlen=2)),0
-    def after_batch(self):
-        i = self.train_iter
-        self.queue.append(i)
-        self.counts[i%3] += 1
-        self.ordered[i] = (i,[i])
-        self.ordered.move_to_end(i, last=False)
-        self.array += i
-        self.nested['a'].append(i)
-        self.number += 1
-
-def typed(path, **kw):
-    cb = Typed()
-    fit(path, cbs=[cb], **kw)
-    return [(type(o),getattr(o, 'maxlen', None),o.tolist() if isinstance(o, np.ndarray) else o) for o in
-            (cb.queue,cb.counts,cb.ordered,cb.array,cb.nested,cb.nested['a'],cb.number)]
-
-def test_states_keep_their_types(tmp_path):
-    whole = typed(tmp_path/'a')
-    typed(tmp_path/'b', stop=7, every=3)
-    assert typed(tmp_path/'b', every=3)==whole and whole[0][:2]==(deque,3)
-
 @pytest.mark.parametrize('value', [defaultdict(int), {1}, namedtuple('Pair', 'a b')(1, 2), object()])
 def test_a_state_that_would_not_come_back_is_refused(value, tmp_path):
     class Odd(Callback):
@@ -276,10 +249,10 @@ def test_a_state_is_that_of_its_moment(tmp_path):
     assert (cb.n.item(),cb.tensor.item())==(2,2)
 
 def test_a_file_sets_only_what_fit_state_names():
-    cb = Typed()
+    cb = InPlace()
     cb.before_fit()
-    load_states([cb], dict(typed=dict(number=3, fname='elsewhere', learn=5)), 'fit_state')
-    assert cb.number==3 and 'fname' not in vars(cb) and cb.learn is None and states_of([cb], 'fit_state')['typed']['number']==3
+    load_states([cb], dict(in_place=dict(n=3, fname='elsewhere', learn=5)), 'fit_state')
+    assert cb.n==3 and 'fname' not in vars(cb) and cb.learn is None and states_of([cb], 'fit_state')['in_place']['n']==3
 
 def test_the_state_of_a_callback_that_rank_0_alone_has():
     "A restart with fewer ranks"

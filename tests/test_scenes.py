@@ -2,16 +2,16 @@
 import functools
 import pytest, torch
 from harness import close
-from scenes import bias_adam, losses, make, outcome, rank_runs, run, scenes
+from scenes import bias_adam, losses, make, outcome, rank_runs, rare, run, scenes
 from learnerdist.data.sharding import epoch_order
 from learnerdist.testing import run_ranks
 
-@pytest.fixture(scope='module')
-def alone(): return {k: outcome(k) for k in scenes}
+alone = functools.cache(outcome)
 
 # By number of ranks: some scenes on 3, the others on 2; before a release all on 4
-on_3 = [k for k in scenes if 'float' not in k][::4]
-names = {2: [k for k in scenes if k not in on_3], 3: on_3, 4: [*scenes]}
+often = [k for k in scenes if k not in rare]
+on_3 = [k for k in often if 'float' not in k][::4]
+names = {2: [k for k in often if k not in on_3], 3: on_3, 4: [*scenes]}
 
 @functools.cache
 def on_ranks(W): return run_ranks(rank_runs, W, names[W], timeout_s=400)
@@ -26,7 +26,7 @@ def cases(only=lambda c: True):
     return pytest.mark.parametrize('ranks,name', marked, indirect=['ranks'])
 
 @cases()
-def test_scene(alone, ranks, name): same(ranks, alone[name], name, scenes[name]['tol'])
+def test_scene(ranks, name): same(ranks, alone(name), name, scenes[name]['tol'])
 
 def same(ranks, want, name, tol):
     found = [r[name] for r in ranks]
@@ -40,15 +40,15 @@ def same(ranks, want, name, tol):
 # --- the order of samples ---------------------------------------------------------------------------------------------
 
 @cases(lambda c: c['sees'])
-def test_global_batches(alone, ranks, name):
-    for e,epoch in enumerate(alone[name]['ids']):
+def test_global_batches(ranks, name):
+    for e,epoch in enumerate(alone(name)['ids']):
         for i,b in enumerate(epoch): # dealt like cards, and then padded
             for k,r in enumerate(ranks): assert r[name]['ids'][e][i][:len(b[k::len(ranks)])]==b[k::len(ranks)]
 
-def test_reshuffled_each_epoch_as_the_order_says(alone):
+def test_reshuffled_each_epoch_as_the_order_says():
     x = make(scenes['linear']).dls.train.dataset.tensors[0]
     want = [x[epoch_order(40, e, 3, shuffle=True)].flatten(1)[:,0].tolist() for e in range(2)]
-    assert [sum(o, []) for o in alone['linear']['ids']]==want and want[0]!=want[1] and sorted(want[0])==sorted(want[1])
+    assert [sum(o, []) for o in alone('linear')['ids']]==want and want[0]!=want[1] and sorted(want[0])==sorted(want[1])
 
 @pytest.mark.parametrize('name', losses)
 def test_one_process_is_plain_torch(name):
@@ -74,12 +74,12 @@ def test_one_process_is_plain_torch(name):
     close(got['values'][-1][1], want*c['bs']/len(ds) if name in ('sum','squares') else want)
 
 @cases(lambda c: c is scenes[bias_adam])
-def test_the_exception_a_bias_before_batchnorm_with_adam(alone, ranks, name):
+def test_the_exception_a_bias_before_batchnorm_with_adam(ranks, name):
     """README's Limits: the gradient of such a bias is zero but for rounding, and Adam divides by its size. The bias and
     the running mean that follows it differ by up to 1e-8, and so do validation numbers; all else holds 1e-9"""
     loose = ('0.bias','1.running_mean','4.bias','5.running_mean')
     for r in (o[name] for o in ranks):
-        for a,b in zip(r['fits'], alone[name]['fits']):
+        for a,b in zip(r['fits'], alone(name)['fits']):
             for k,v in b['state'].items(): close(a['state'][k], v, 1e-8 if k in loose else 1e-9)
             close([a['losses'],a['opt']], [b['losses'],b['opt']])
             close(a['values'], b['values'], 1e-8)

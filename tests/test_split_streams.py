@@ -1,9 +1,12 @@
-"Loaders and streams that go their own way: whole batches, streams that split themselves, counts of an epoch"
+"""Loaders, streams and samplers that go their own way: whole batches, streams that split themselves, counts of an epoch, lengths that are
+estimates, a sampler that looks at the training"""
 import re, warnings
+from contextlib import nullcontext
 from itertools import chain, islice
 import pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate, get_worker_info
+from helpers import OneFloat
 from learnerdist.all import Callback, DataLoaders, Learner, gather_objects, num_distrib, rank_distrib
 from learnerdist.data.distributed_dl import reindexed
 from learnerdist.testing import run_ranks
@@ -40,14 +43,15 @@ class Seen(Callback):
     def before_batch(self):
         if self.training and not self.learn.repeated: self.seen += (self.xb[0][:,0]*N).round().int().tolist()
 
-def fit(dl, n=1, valid=None):
+def fit(dl, n=1, cbs=(), ctx=True):
     "Weights, the samples of all ranks, sorted, and warnings"
     torch.manual_seed(0)
     net,seen = nn.Linear(2, 1).double(),Seen()
-    learn = Learner(DataLoaders(dl, valid), net, nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=.1))
-    with warnings.catch_warnings(record=True) as messages, learn.distrib_ctx(seed=1), learn.no_logging():
+    learn = Learner(DataLoaders(dl), net, nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=.1))
+    context = learn.distrib_ctx(seed=1) if ctx else nullcontext()
+    with warnings.catch_warnings(record=True) as messages, context, learn.no_logging():
         warnings.simplefilter('always')
-        learn.fit(n, cbs=seen)
+        learn.fit(n, cbs=[seen,*cbs])
         every = sorted(sum(gather_objects(seen.seen), []))
     return net.weight.detach(),every,[str(o.message) for o in messages if o.category is UserWarning]
 
@@ -150,11 +154,65 @@ def test_a_wrong_count_is_an_error():
     ranks = run_ranks(wrong, 2, timeout_s=200)
     for k,(_,match) in LIARS.items(): assert any(re.search(match, o.get(k, '')) for o in ranks), k
 
-# --- fastai's -----------------------------------------------------------------------------------------------------------------
+# --- samplers of the user's: their length is an estimate, or they look at the training ------------------------------------------
 
-class MSE(nn.MSELoss):
-    "fastai's Recorder takes float32 only; the gradients are float64 all the same"
-    def forward(self, p, t): return super().forward(p, t).float()
+class Tokens:
+    "Batches of up to 12 tokens, `joined` to one; `length` is what it gives as their number"
+    def __init__(self, length, joined=1): self.length,self.joined = length,joined
+    def __len__(self): return -(-self.length//self.joined)
+    def batches(self):
+        b,n = [],0
+        for i in range(N):
+            if n+1+i*7%5>12:
+                yield b
+                b,n = [],0
+            b,n = [*b,i],n+1+i*7%5
+        yield b
+    def __iter__(self):
+        it = self.batches()
+        while bs := [*islice(it, self.joined)]: yield sum(bs, [])
+
+class Guessed:
+    "All places, backwards; `length` is what it gives as their number"
+    def __init__(self, length): self.length = length
+    def __len__(self): return self.length
+    def __iter__(self): return iter(range(N)[::-1])
+
+def of_samples(length, workers): return fit(DataLoader(data(), 12//max(num_distrib(), 1), sampler=Guessed(length), num_workers=workers), 2)
+
+def estimates(W):
+    "By the length that is given; there are 7 batches of tokens and 22 samples. One process joins the batches of `W` ranks"
+    joined = W if num_distrib()<2 else 1
+    tokens = {('tokens',o): fit(DataLoader(data(), batch_sampler=Tokens(o, joined)), 2) for o in (1,4,7,20)}
+    return tokens | {('samples',*o): of_samples(*o) for o in ((5,0),(7,1),(20,0),(100,1))}
+
+@pytest.mark.parametrize('W', [pytest.param(2, marks=pytest.mark.long),3])
+def test_lengths_that_are_estimates(W):
+    (one,),ranks = run_ranks(estimates, 1, W),run_ranks(estimates, W, W)
+    for k,(weights,places,_) in one.items():
+        assert places==sorted(2*[*range(N)]), k
+        for r in ranks: assert r[k][1]==places and (r[k][0]-weights).abs().max()<1e-9, k
+
+class Widening:
+    "Draws from the first `k` samples only, which a callback changes"
+    def __init__(self): self.k,self.g = 6,torch.Generator().manual_seed(3)
+    def __len__(self): return 96
+    def __iter__(self):
+        for _ in range(96): yield int(torch.randint(self.k, (1,), generator=self.g))
+class Widen(Callback):
+    def __init__(self, sampler): self.sampler = sampler
+    def after_step(self): self.sampler.k = min(N, 6+2*self.learn.train_iter)
+
+def of_widening(ctx=True):
+    sampler = Widening()
+    return fit(DataLoader(data(), 12//max(num_distrib(), 1), sampler=sampler), 2, [Widen(sampler)], ctx)
+
+@pytest.mark.parametrize('W', [1,3])
+def test_a_sampler_that_looks_at_the_training(W):
+    weights,places,_ = of_widening(False)
+    for w,seen,_ in run_ranks(of_widening, W): assert seen==places and (w-weights).abs().max()<1e-9
+
+# --- fastai's -----------------------------------------------------------------------------------------------------------------
 
 def fit_sliced(shuffle):
     "A loader like tsai's: `do_item` passes indices on, and `create_batch` reads a slice from the first one"
@@ -169,7 +227,7 @@ def fit_sliced(shuffle):
     torch.manual_seed(0)
     net = nn.Linear(2, 1).double()
     train,valid = Sliced(data(), bs=bs(), shuffle=shuffle, num_workers=0),Sliced(data(), bs=5, num_workers=0)
-    learn = FastaiLearner(FastaiDataLoaders(train, valid), net, MSE(), lr=.1)
+    learn = FastaiLearner(FastaiDataLoaders(train, valid), net, OneFloat(nn.MSELoss()), lr=.1)
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=1):
         learn.fit(1)
         loss = learn.recorder.values[-1][1]
@@ -192,7 +250,8 @@ def of_lists(kind):
     torch.manual_seed(0)
     net,train,valid = nn.Linear(2, 1).double(),[*DataLoader(data(), 1)],[*DataLoader(data(), 5)]
     if num_distrib()<2: train = [[torch.cat(o) for o in zip(*train[i:i+2])] for i in range(0, N, 2)]
-    if kind=='fastai': learn = FastaiLearner(FastaiDataLoaders(train, valid), net, MSE(), lr=.1, opt_func=torch_sgd, metrics=distance)
+    kw = dict(lr=.1, opt_func=torch_sgd, metrics=distance)
+    if kind=='fastai': learn = FastaiLearner(FastaiDataLoaders(train, valid), net, OneFloat(nn.MSELoss()), **kw)
     else: learn = Learner(DataLoaders(train, valid), net, nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=.1), metrics=distance)
     with learn.no_logging():
         if not rank_distrib(): learn.validate() # a cache that only rank 0 has

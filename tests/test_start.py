@@ -72,7 +72,7 @@ def streams():
     return learn.noise,learn.masks
 
 def test_each_rank_draws_from_its_own_streams():
-    "Within a batch; those of samples are in test_sample_seeds"
+    "Within a batch; those of samples are in test_alike"
     runs = [run_ranks(streams, 2) for _ in range(2)]
     assert runs[0]==runs[1] # reproducible
     (noise0,masks0),(noise1,masks1) = runs[0]

@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 import torch,fastai.vision.all,learnerdist.all,learnerdist.fastai # noqa: F401 # first, so that ranks are forks of a process that has them
 import pytest
-from helpers import flat
+import helpers
+from helpers import flat,root
 from learnerdist.testing import run_ranks
 
-root = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow # and those that are long are run before a release
 
 def at(event, epoch=1, i=1, training=True):
@@ -76,7 +76,7 @@ def train(folder, plan, kind='', how='SIGKILL'):
     W,is_fastai = max(num_distrib(), 1),'fastai' in kind
     points = plan.get(f'{W}', {})
     point = points.get(f'{rank_distrib()}')
-    bs = 5 if 'per rank' in kind else 63 if 'odd' in kind else 60
+    bs = 63 if 'odd' in kind else 60
     learn,cbs,Callback,Checkpoint = (fastais if is_fastai else ours)(folder, kind, bs, (72 if is_fastai else 120)//W)
     class Count(Callback): # steps that the user's own callback has heard of, and batches that it has seen begin
         order,fit_state,n,began = 5,('n','began'),0,0
@@ -86,7 +86,7 @@ def train(folder, plan, kind='', how='SIGKILL'):
     cbs += [count,dying(Callback, point, how, folder, sum(o==point for o in points.values()), W)]
     if 'checkpoint' in kind: cbs.append(Checkpoint('ckpt', every=2, resume=True))
     kw = {} if is_fastai else dict(shard='sharded' in kind or None)
-    with learn.distrib_ctx(split_batches='per rank' not in kind, seed=3, **kw):
+    with learn.distrib_ctx(split_batches=True, seed=3, **kw):
         (learn.fit if 'plain' in kind or 'plateau' in kind else learn.fit_one_cycle)(3, cbs=cbs)
         rec,floats = learn.recorder,lambda o: [float(v) for v in o]
         res = dict(losses=floats(rec.losses), values=[floats(o) for o in rec.values], lrs=floats(rec.lrs), iters=[*rec.iters],
@@ -102,10 +102,8 @@ def train(folder, plan, kind='', how='SIGKILL'):
 def launch(folder, plan=(), *args, nproc=3, policy='shrink', script=__file__):
     "Exit status, what each rank has left, and what was printed"
     folder.mkdir(parents=True, exist_ok=True)
-    cmd = [sys.executable,'-m','learnerdist.launch','--nproc',nproc,'--on-failure',policy,script,folder,json.dumps(dict(plan)),*args]
-    drop = 'RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT'
-    env = {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root))
-    res = subprocess.run([*map(str, cmd)], env=env, capture_output=True, text=True, timeout=600)
+    env = dict(PYTHONPATH=f'{root}:{root/"tests"}')
+    res = helpers.launch('--nproc', nproc, '--on-failure', policy, script, folder, json.dumps(dict(plan)), *args, env=env)
     return res.returncode,results(folder),res.stdout+res.stderr
 
 def results(folder): return {int(o.stem): json.loads(o.read_text()) for o in folder.glob('[0-9].json')}
@@ -167,14 +165,6 @@ def test_the_run_is_that_of_one_process(kind, plan, n_left, messages, tmp_path, 
     saved = sorted(o for o in (tmp_path/'ckpt').iterdir() if o.is_dir())
     assert len(saved)==2 and saved[-1].name=='epoch_0003-step_00000033', saved
     assert {json.loads((o/'manifest.json').read_text())['config']['ranks'] for o in saved}=={2}
-
-@pytest.mark.long
-@pytest.mark.parametrize('kind', ['plain per rank','per rank','fastai per rank'])
-def test_batches_of_another_size(kind, tmp_path):
-    "660 samples: 10 steps of 15 are in the state in memory; then 51 of 10 samples, and 66 in each of the other epochs"
-    code,ranks,text = launch(tmp_path, {3: {1: at('before_backward', 0, 12)}}, kind) # fastai's schedule: by the part that is done
-    assert code==0 and len(ranks)==2 and 'batch_size 15 then, 10 now' in text, text
-    assert ranks[0]['weights']==ranks[1]['weights'] and ranks[0]['iters']==[61,127,193], ranks[0]['iters']
 
 @pytest.mark.long
 def test_metrics_of_training(tmp_path, undisturbed):

@@ -5,6 +5,8 @@ from contextlib import suppress
 import numpy as np, pytest, torch
 from torch import nn
 from torch.optim import SGD
+from harness import close
+from helpers import weights
 from scenes import F32, F64, Cancels, look, make, net, points, scene, sgd
 from learnerdist.all import Callback, group_rank, group_size, process_group
 from learnerdist.core.random import set_seed
@@ -30,9 +32,6 @@ def fitted(*cbs, n_epoch=2, **kw):
     learn = learner(**kw)
     with learn.distrib_ctx(seed=3): learn.fit(n_epoch, cbs=cbs)
     return learn
-
-def weights(learn): return torch.cat([p.detach().double().flatten() for p in learn.model.parameters()])
-def close(a, b, tol=1e-9): torch.testing.assert_close(a, b, atol=tol, rtol=tol)
 
 def torchs_step(model, opt, x, y, before_step=lambda: None):
     nn.functional.mse_loss(model(x), y).backward()
