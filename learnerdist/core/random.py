@@ -40,19 +40,13 @@ def mix_seed(*ints:int)->int:
     return mix_seeds([ints])[0]
 
 # %% ../../nbs/core/04_random.ipynb #c009
-def _seed(s:int):
-    "Seed the streams of the CPU"
-    np = sys.modules.get('numpy')
-    random.seed(s)
-    if np: np.random.seed(s%2**32)
-    torch.default_generator.manual_seed(s)
-
 def set_seed(
     s:int,                   # The seed, 0 or more
     reproducible:bool=False  # Also restrict cuDNN to deterministic algorithms from now on, which may be slower
 ):
     "Seed this process's global random streams of Python, numpy (if it is imported) and torch, on every device"
-    _seed(s)
+    random.seed(s)
+    if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(s%2**32)
     torch.manual_seed(s)
     if reproducible:
         torch.backends.cudnn.deterministic = True
@@ -94,8 +88,11 @@ def same_streams(a, b)->bool:
 def seed_streams(*parts:int, device=True):
     """Seed the global random streams from several numbers, such as seed, rank, epoch and batch. Some 10 µs:
     `torch.manual_seed` takes ten times as long to find no GPU"""
-    s = mix_seed(*parts)
-    _seed(s)
+    s, = mix_seeds([parts])
+    np = sys.modules.get('numpy')
+    random.seed(s)
+    if np: np.random.seed(s%2**32)
+    torch.default_generator.manual_seed(s)
     module = _accelerator() if device else None
     if module and module.is_initialized(): module.manual_seed_all(s)
 
@@ -154,10 +151,13 @@ def map_seeded(f, items, parts, own=no_generators)->list:
     """`f` of each item, with the streams of the CPU and the user's `own` seeded by `parts`, a tuple for each.
     Afterwards the streams go on where they were; a loader's worker has none to protect"""
     before = rng_state(device=False) if get_worker_info() is None else None
+    np = sys.modules.get('numpy')
     res = []
     try:
-        for o,s in zip(items, mix_seeds(parts)):
-            _seed(s)
+        for o,s in zip(items, mix_seeds(parts)): # as `seed_streams`, without a call for each sample
+            random.seed(s)
+            if np: np.random.seed(s%2**32)
+            torch.default_generator.manual_seed(s)
             if own: own.seed(s+1)
             res.append(f(o))
     finally:
