@@ -485,3 +485,10 @@ def test_a_rank_has_the_terminal_and_the_others_wait(tmp_path):
     os.write(ours, b'c\n')
     assert '[r0] sum 83' in until('[r0] sum 83') and proc.wait(60)==0
     os.close(ours)
+
+@pytest.mark.parametrize('rank', [0,1])
+def test_a_store_that_has_ended_with_rank_0_is_not_waited_for(rank):
+    "On another machine rank 0 may still import; here no rank runs"
+    env = dict(WORLD_SIZE='3', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
+    ranks = [SimpleNamespace(rank=rank+i, env=env, seen=0, proc=SimpleNamespace(poll=lambda: 1)) for i in range(2)]
+    assert [watch.Watch(ranks)._notify_others(o, 0) for o in ranks]==[rank==0]*2

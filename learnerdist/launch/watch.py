@@ -268,8 +268,10 @@ class Watch:
         with suppress(OSError, RuntimeError): # the store has ended with its host
             from learnerdist.core.env import record_exit
             try: store = self._connect(o.env)
-            # else perhaps rank 0, which runs the store, is still importing
-            except ConnectionRefusedError: return not n_running and ended_well(o.proc.poll())
+            # perhaps rank 0, which runs the store, is still importing; if it was here, its store has ended with it
+            except ConnectionRefusedError:
+                has_ended = self.ranks[0].rank == 0 or ended_well(o.proc.poll())
+                return has_ended and not n_running
             if store: record_exit(store, o.rank, o.exit())
         return True
 
