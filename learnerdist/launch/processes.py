@@ -68,7 +68,8 @@ def _call(names, payload):
     except AttributeError as e:
         guard = "without what is under `if __name__=='__main__':`"
         more = f'Each process imports the script again, {guard}'
-        raise ValueError(f'{e}. {more}: define the function above that line') from e
+        cached = 'Of a notebook, what functools.cache wraps is not sent: put it into a file'
+        raise ValueError(f'{e}. {more}: define the function above that line. {cached}') from e
     def local(o): return _objects[o.number] if isinstance(o, RankObject) else o
     try: res = func(*map(local, args), **{k: local(v) for k,v in kwargs.items()})
     except SystemExit as e:
