@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import environment,free_port,launch,launcher,root,write
 from learnerdist.core.compat import torch_version
+from learnerdist.core.hosts import foreign_rank
 from learnerdist.launch.cli import _choose_nproc,get_parser,guess
 from learnerdist.launch import main,processes,run,watch
 from learnerdist.launch.forkserver import Output
@@ -419,6 +420,10 @@ def test_what_contradicts_slurm(env, args, words, capsys, monkeypatch):
     for k,v in (slurm | env).items(): monkeypatch.setenv(k, v)
     with pytest.raises(SystemExit) as e: main([*args, __file__])
     assert e.value.code == 2 and words in capsys.readouterr().err
+
+@pytest.mark.parametrize('name,value,words', [('WORLD_SIZE','2','SLURM_NTASKS=4 differ'), ('LOCAL_RANK','0','SLURM_LOCALID=1 differ')])
+def test_what_contradicts_slurm_without_the_launcher(name, value, words):
+    with pytest.raises(ValueError, match=f'{name}={value} and {words}'): foreign_rank(slurm | {name: value})
 
 def test_launchers_that_mpirun_starts(capsys, monkeypatch):
     "Each would train alone, and write the same files"

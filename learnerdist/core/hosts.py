@@ -79,11 +79,18 @@ def _tasks_here(env, node, n, n_nodes):
     return int(env.get('SLURM_NTASKS_PER_NODE') or -(-n//n_nodes))
 
 # %% ../../nbs/core/00_hosts.ipynb #c012
-def rank_env(task:Task)->dict:
+def check_slurm(name:str, given, meant, slurm:str):
+    "ValueError if the value of a variable or an option differs from Slurm's. given: None or '' if not set"
+    both = f'{name}={given} and {slurm}={meant} differ'
+    need(given in (None,'',str(meant)), f'{both}: leave {name} to Slurm, or start without srun')
+
+def rank_env(task:Task, env=os.environ)->dict:
     "The environment variables of a task that is a rank. returns: RANK, WORLD_SIZE and so on"
     res = dict(RANK=task.rank, WORLD_SIZE=task.n_tasks, LOCAL_RANK=task.local_rank)
     res |= dict(LOCAL_WORLD_SIZE=task.local_size, GROUP_RANK=task.node)
     res |= dict(MASTER_ADDR=task.addr, MASTER_PORT=task.port)
+    slurms = dict(WORLD_SIZE='SLURM_NTASKS', LOCAL_RANK='SLURM_LOCALID')
+    for k,slurm in slurms.items(): check_slurm(k, env.get(k), res[k], slurm)
     return {k: str(v) for k,v in res.items()}
 
 # %% ../../nbs/core/00_hosts.ipynb #nw06
@@ -110,7 +117,7 @@ def foreign_rank(env=os.environ)->dict:
     found = next((o for o in given if not (_in_step(env) and _is_sruns(env, *o[:2]))), None)
     if found is None:
         task = find_task(env)
-        return rank_env(task) if task else {}
+        return rank_env(task, env) if task else {}
     rank,size = found[:2]
     text = f'{rank}={env[rank]}'
     need(env.get(size), f'{text}, but {size} is not set: set RANK and WORLD_SIZE, or use torchrun')

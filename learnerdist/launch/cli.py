@@ -12,7 +12,7 @@ from pathlib import Path
 
 import learnerdist
 from ..core.files import memory
-from ..core.hosts import find_task,foreign_rank,loopback
+from ..core.hosts import check_slurm,find_task,foreign_rank,loopback
 from ..core.stacks import frames_of,need,users_frame
 from .forkserver import ForkServer,begin_rank,enter,import_first
 from .forkserver import seed_alike,serve,share_of_cores
@@ -131,11 +131,6 @@ def _choose_nproc(args)->int:
     return count_nproc(n)
 
 # %% ../../nbs/launch/05_cli.ipynb #c022
-def _check_slurm(name, given, n, slurm):
-    "ValueError if a value that was given differs from Slurm's"
-    both = f'{name}={given} and {slurm}={n} differ'
-    need(given in (None,'',str(n)), f'{both}: leave {name} to Slurm, or start without srun')
-
 def _ask_slurm(args):
     "This process's task in srun, whose values fill in the options that `args` leave open; None without srun"
     task = None if args.standalone else find_task()
@@ -144,7 +139,7 @@ def _ask_slurm(args):
     remedy = 'leave out the launcher (srun python train.py), or use --ntasks-per-node=1'
     need(task.n_tasks <= task.n_nodes, f'{many}: {remedy}')
     most = args.nnodes and args.nnodes.rpartition(':')[2]
-    _check_slurm('--nnodes', most, task.n_nodes, 'SLURM_NNODES')
+    check_slurm('--nnodes', most, task.n_nodes, 'SLURM_NNODES')
     args.nnodes = args.nnodes or str(task.n_nodes)
     if not args.rdzv_endpoint and args.rdzv_backend is None:
         args.rdzv_endpoint = f'{task.addr}:{task.port}'
@@ -191,7 +186,7 @@ def _complete(args):
     args.nproc = _choose_nproc(args)
     args.nproc_per_node = str(args.nproc)
     size = os.environ.get('WORLD_SIZE')
-    if task: _check_slurm('WORLD_SIZE', size, task.n_nodes*args.nproc, 'SLURM_NNODES x --nproc')
+    if task: check_slurm('WORLD_SIZE', size, task.n_nodes*args.nproc, 'SLURM_NNODES x --nproc')
     args.n_nodes = int(args.nnodes.rpartition(':')[2])
     args.is_here = args.n_nodes == 1 and not (args.rdzv_endpoint or args.rdzv_backend)
     n = args.is_here and not task and not args.standalone and foreign_rank().get('WORLD_SIZE')
