@@ -36,12 +36,12 @@ def tensor_hash(t:Tensor)->Tensor:
     """A hash, () int64, that changes with any bit of `t` and with the order of its elements; in chunks, to take little
     memory"""
     bits = as_ints(t.detach()[None])[0]
-    res = torch.zeros((), dtype=torch.int64, device=t.device)
-    for i in range(0, len(bits), _chunk):
-        part = bits[i:i+_chunk].long()
-        res += ((part+1)*(2*torch.arange(i, i+len(part), device=t.device)+1)**2).sum()
+    res = torch.full((), len(bits), device=t.device)
+    # odd factors: a change of an element stays one modulo 2**64
+    factors = (2*torch.arange(min(len(bits), _chunk), device=t.device)+1)**2
+    for part in bits.split(_chunk): res = res*_of_chunk+(part*factors[:len(part)]).sum()
     return res
-_chunk = 1<<18
+_chunk,_of_chunk = 1<<16,6364136223846793005
 
 # %% ../../nbs/distributed/02_comparison.ipynb #c024b
 def hashes(values)->list:
