@@ -7,8 +7,8 @@ from torch import nn, tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from helpers import data, net, sgd, size, weights
-from learnerdist.all import (Callback, Checkpoint, CSVLogger, DataLoaders, EMA, GradientClip, Learner, TfmdDL, all_sum,
-                             average_grads, gather_with_grad, get_model, group_rank, process_group, sync_batchnorm)
+from learnerdist.all import (Callback, Checkpoint, CSVLogger, DataLoaders, EMA, GradientAccumulation, GradientClip, Learner, TfmdDL,
+                             all_sum, average_grads, gather_with_grad, get_model, group_rank, process_group, sync_batchnorm)
 from learnerdist.command import entries
 from learnerdist.core.env import RankError, shared_store, wait_key
 from learnerdist.core.stacks import coded, frames_of, users_frame
@@ -381,6 +381,10 @@ def center_loss(averages=False, n=48):
     learn.own_step.centers = centers
     return learn
 def remedied(): return center_loss(True, 45)
+def remedied_in_groups():
+    "Of 24, 21 samples"
+    learn = remedied()
+    return learn.add_cb(GradientAccumulation(24))
 
 class Domains(nn.Module):
     "As DANN: samples of two domains, whose classes are known in one of them"
@@ -532,8 +536,8 @@ def test_errors_are_raised_on_all_ranks_and_false_is_silent():
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_remedies_are_exact(W):
     "average_grads weighs by items; a model that a callback copies has synchronised BatchNorm. Second passes are in the table of scenes"
-    want, = run_ranks(all_of, 1, [remedied,synced_target])
-    for got in run_ranks(all_of, W, [remedied,synced_target]):
+    want, = run_ranks(all_of, 1, [remedied,remedied_in_groups,synced_target])
+    for got in run_ranks(all_of, W, [remedied,remedied_in_groups,synced_target]):
         for k,(w,messages) in got.items(): assert (w-want[k][0]).abs().max()<1e-9 and not messages, k
 
 def all_codes():

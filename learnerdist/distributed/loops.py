@@ -353,6 +353,10 @@ class TrainingLoop(Loop):
         self.group.is_last,self.group.corrects,self.scale = is_last,corrects,float(n_acc)
         if self.replica and not self.by_parts: self.replica.set_exchange(is_last)
 
+    def note_items(self, items):
+        "Hear the items of an accumulated step of one process, whose gradients the callback scales itself"
+        self.step.items = items
+
     def step_totals(self, n, is_last)->tuple:
         """Of a training batch: its samples over all ranks, and whether it is the last one on any. n, is_last: of this
         rank. May be a sync point"""
@@ -524,15 +528,15 @@ class TrainingLoop(Loop):
         the batch has several parts"""
         need(not self.by_parts, _second, max_bs=self.engine.opts.max_bs)
         part = self.part
-        k = part.kind and part.kind.weight_of_second(part, self.replica.copies, self.step.items)
+        k = part.kind and part.kind.weight_of_second(part, self.copies, self.step.items)
         is_one = not isinstance(k, Tensor) and k==1
         return None if is_one else k
 
     def rest_of_weight(self)->float:
         "By what gradients of the learner's loss that only a callback exchanges are still to be multiplied"
         items = float(self.step.items or 0)
-        if not items: return 1/self.replica.copies
-        return self.scale/items/self.replica.copies
+        if not items: return 1/self.copies
+        return self.scale/items/self.copies
 
     # --- cancels ---
 

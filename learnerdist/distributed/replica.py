@@ -277,7 +277,7 @@ def sum_grads(
 ):
     "Let gradients be their sums over ranks; what has none on all ranks stays without. Sync point"
     params = [*params]
-    if not params or group_size()<2: return
+    if not params or group_size()<2 and k==1: return
     have = all_sum(torch.tensor([p.grad is not None for p in params], dtype=torch.int64)).tolist()
     had = [p for p,n in zip(params, have) if n]
     for p in had:
@@ -296,9 +296,9 @@ def average_grads(
     """Average gradients of a callback's own loss over ranks, weighted by the items of their batches; what has none on
     all stays without. Sync point"""
     loop = running.get()
-    if group_size()<2: return
     if loop is None: return sum_grads(params, 1/group_size())
     if weighed: return sum_grads(params, loop.rest_of_weight())
+    if group_size()<2: return
     part = loop.part
     n = 0. if part.why else float(part.n or batch_rows(loop.learn))
     total = float(all_sum(torch.tensor(n, dtype=torch.double)))

@@ -64,6 +64,9 @@ class Batches:
     def accumulate(self, is_last, n_acc):
         """Hear whether the optimizer's step comes after the present batch. n_acc: samples of a step"""
 
+    def note_items(self, items):
+        """Hear the items of an accumulated step, whose gradients the callback scales itself"""
+
     def holds(self, e, event) -> bool:
         """Whether the exception waits for the end of the batch. e: a Cancel exception that a callback has raised"""
 

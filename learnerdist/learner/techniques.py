@@ -256,9 +256,11 @@ class GradientAccumulation(Callback):
         self.items = self.items+self.own
         self.own = 0
         if not self.stepping or self.runner.loop.weighs: return
+        if loss_kind(self.learn)=='sum': return
+        self.runner.loop.note_items(self.items)
         k = self.n_acc/(self.items+(self.items==0))
         is_one = not isinstance(k, torch.Tensor) and k==1
-        if not is_one and loss_kind(self.learn)!='sum': scale_grads(self.opt, k)
+        if not is_one: scale_grads(self.opt, k)
 
     def before_step(self):
         if not self.stepping: raise CancelBatchException
