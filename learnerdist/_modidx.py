@@ -2956,6 +2956,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'learnerdist/learner/learner.py'),
                                              'learnerdist.learner.learner.Runner': ( 'learner/learner.html#runner',
                                                                                      'learnerdist/learner/learner.py'),
+                                             'learnerdist.learner.learner.Runner.add_up': ( 'learner/learner.html#runner.add_up',
+                                                                                            'learnerdist/learner/learner.py'),
                                              'learnerdist.learner.learner.Runner.anyone': ( 'learner/learner.html#runner.anyone',
                                                                                             'learnerdist/learner/learner.py'),
                                              'learnerdist.learner.learner.Runner.aside': ( 'learner/learner.html#runner.aside',

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from ..core.collectives import all_sum,broadcast_object,gather_objects,gather_same
 from ..core.compat import BatchNorm
 from ..core.env import group_rank,group_size,group_timeout,in_group,next_phase
-from ..core.env import process_group,wide_dtype
+from ..core.env import process_group
 from ..core.lending import lend,replaced
 from ..core.random import rng_state,seed_streams,set_rng_state
 from ..core.shards import groups_of,is_sharded,on_meta
@@ -551,15 +551,9 @@ class Engine(Runner):
             with replaced(self, loop=Loop(), group=Group()),replaced(self.ballot, phase=phase): yield
         finally: running.set(outer)
 
-    def add_up(self, rows:list)->tuple:
-        "What the recorder has of a step, from what it has of this rank's parts: (loss × items, items, samples)"
-        device = next((o.device for row in rows for o in row if isinstance(o, Tensor)), None)
-        def wide(o): # what the host knows is filled in: a copy to a device would wait
-            if isinstance(o, Tensor) and o.device==device: return o.to(dtype)
-            return torch.full((), float(o), dtype=dtype, device=device)
-        dtype = wide_dtype(device)
-        rows = [torch.stack([wide(o) for o in row]) for row in rows]
-        return tuple(add_totals(rows, loss_over(self.learn).kind=='sum'))
+    def add_up(self, parts:list)->Tensor:
+        "What the recorder has of steps, (steps,k): loss × items, items, …; from the same of this rank's parts of them"
+        return add_totals(parts, loss_over(self.learn).kind=='sum')
 
     def all_params(self)->list:
         "The parameters of the model and of the optimizer"

@@ -202,7 +202,7 @@ class EpochLosses:
     "This rank's losses in the training loop of an epoch; at its end fastai's Recorder has those of all ranks"
     def __init__(self, engine):
         self.engine = engine
-        self.steps = [] # Of each step: loss × items, items, whether it has a loss
+        self.steps = [] # Of each step and part: loss × items, items, whether it has a loss
         self.parts = [] # The same of each part of the present step so far
         self.begun = None # Of the Recorder before the epoch: how many losses it had; its smoothed loss
 
@@ -221,11 +221,11 @@ class EpochLosses:
         # with has_loss, since a batch of which no item counts has the loss NaN
         self.parts.append((total,n,has_loss))
         if loop.more_parts: return
-        parts,self.parts = self.parts,[]
         # read at the end of the loop, so that nobody waits for a device
-        self.steps.append(parts[0] if len(parts)==1 else self.engine.add_up(parts))
+        self.steps.append(self.parts)
+        self.parts = []
         if 'lr_finder' not in vars(learn): return
-        total,n,has_loss = total_losses(learn, as_totals(self.steps[-1:]), 1)[0]
+        total,n,has_loss = total_losses(learn, as_totals(learn, self.steps[-1:]), 1)[0]
         if has_loss: learn.loss = (total/n).to(learn.loss)
 
     def record(self):
@@ -236,7 +236,7 @@ class EpochLosses:
         rec.losses = rec.losses[:start]
         rec.lrs = rec.lrs[:start+n]
         loss = torch.tensor(0.)
-        for total,count,has_loss in total_losses(learn, as_totals(self.steps[:n]), n) if n else ():
+        for total,count,has_loss in total_losses(learn, as_totals(learn, self.steps[:n]), n) if n else ():
             if has_loss: loss = (total/count).to(smooth.val)
             smooth.accumulate(SimpleNamespace(loss=loss))
             rec.losses.append(smooth.value)
@@ -438,9 +438,9 @@ class DistributedTrainer(Adapter):
     @property
     def all_steps(self)->torch.Tensor:
         "This rank's losses in this epoch"
-        return as_totals(self.losses.steps)
+        return as_totals(self.learn, self.losses.steps)
     @all_steps.setter
-    def all_steps(self, v): self.losses.steps = [*map(tuple, v)]
+    def all_steps(self, v): self.losses.steps = [[tuple(o)] for o in v]
 
     def state_dict(self)->dict:
         "The state in a checkpoint: seed and epoch of the shuffling, and the Recorder's at the start of this epoch"

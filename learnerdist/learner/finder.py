@@ -25,7 +25,7 @@ from .callback import Callback,CancelEpochException,CancelFitException,Order
 from .learner import Learner,group_lrs
 from .loggers import LogWriter
 from .losses import loss_over,unweighted
-from .recorder import stacked
+from .recorder import as_totals
 from .schedule import Scheduler,TrackerCallback
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf12
@@ -92,7 +92,7 @@ class LRFinder(Callback):
 
     def batch_loss(self):
         "The loss of the global batch; None if it was cancelled. Sync point"
-        total = stacked(self.recorder.steps[-1][:2])
+        total = as_totals(self.learn, self.recorder.steps[-1:])[0,:2]
         adds_up = loss_over(self.learn).kind=='sum'
         if adds_up: total[0] = unweighted(total[0], total[1])
         loss,n = self.runner.total(total)

@@ -120,6 +120,9 @@ class Runner:
     def least(self, n):
         "The smallest of the numbers of all who take part"
         return n
+    def add_up(self, parts:list):
+        "The numbers of steps, from those of their parts"
+        return parts[0]
     def track(self, o):
         """Let the tensors by name in `o.weights` be the same for all who take part; and if a context has split the
         model, make them whole at its end"""

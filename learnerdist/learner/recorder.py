@@ -7,6 +7,7 @@ __all__ = ['Recorder']
 
 # %% ../../nbs/learner/03_recorder.ipynb #8e909483
 import time
+from itertools import chain,groupby
 
 import torch
 from torch import Tensor
@@ -91,9 +92,9 @@ class Recorder(Callback):
     def totals(self)->Tensor:
         """The totals of this epoch's steps so far, (steps,3), float64, CPU: loss × items, items, samples; of this rank,
         until their sum over ranks is assigned"""
-        return as_totals(self.all_steps())
+        return as_totals(self.learn, self.all_steps())
     @totals.setter
-    def totals(self, v): self.steps = [tuple(o) for o in v]
+    def totals(self, v): self.steps = [[tuple(o)] for o in v]
 
     def after_batch(self):
         learn = self.learn
@@ -112,15 +113,14 @@ class Recorder(Callback):
         self.parts.append(part)
         if loop.more_parts: return
         self.n_before = learn.train_iter
-        whole = self.parts[0] if len(self.parts)==1 else learn.runner.add_up(self.parts)
-        self.steps.append(whole)
+        self.steps.append(self.parts)
         self.parts = []
         self.lrs.append(self.lr_now)
         # of the next batch, if a callback cancels that before this one hears of its begin
         self.lr_now = learn.opt.param_groups[-1]['lr']
 
     def all_steps(self)->list:
-        "What `totals` holds, as numbers and tensors"
+        "What `totals` adds up: of each step a list of its parts, whose numbers may be tensors"
         begun = self.learn.training and self.n_before is not None
         if begun and self.learn.train_iter>self.n_before: self.after_batch() # it was cancelled
         return self.steps
@@ -199,10 +199,17 @@ _of_loop = 'avg_loss mets measuring reduced log steps lr_now n_before parts'.spl
 def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 
 # %% ../../nbs/learner/03_recorder.ipynb #c024b
-def as_totals(steps:list)->Tensor:
-    "The numbers of steps as one tensor on the CPU. steps: from `all_steps`; returns: as `totals` gives them"
+def as_totals(learn, steps:list)->Tensor:
+    """The numbers of steps as one tensor on the CPU. steps: of each the numbers of its parts on this rank, as
+    `all_steps` gives them; returns: as `totals` gives them"""
     if not steps: return torch.zeros(0, 3, dtype=torch.double)
-    return torch.stack([stacked(o) for o in zip(*steps)], 1)
+    rows = torch.stack([stacked(o) for o in zip(*chain(*steps))], 1)
+    sums = []
+    for n,same in groupby(steps, len): # a step before a resume has one row
+        k = n*len([*same])
+        sums.append(learn.runner.add_up([*rows[:k].view(-1, n, rows.shape[1]).unbind(1)]))
+        rows = rows[k:]
+    return torch.cat(sums)
 
 def stacked(os)->Tensor:
     "Numbers and tensors () as one float64 tensor on the CPU"
