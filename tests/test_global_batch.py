@@ -30,12 +30,12 @@ names = [k for k,c in scenes.items() if can_be_cut(k, c)]
 # By number of ranks: samples in a step, at most in a micro-batch
 dials = {1: (12, 5), 2: (12, 2), 3: (10, 2), 4: (12, 1)}
 
-def dialled(k, W):
+def dialled(k, W, **kw):
     G,m = dials[W]
-    return dict(scenes[k], bs=G, ctx=dict(scenes[k]['ctx'], global_bs=G, max_bs=m))
+    return dict(scenes[k], bs=G, ctx=dict(scenes[k]['ctx'], global_bs=G, max_bs=m), **kw)
 
-def rank_scenes(ks):
-    with process_group(): return {k: caught(run, dialled(k, group_size()), group_size(), group_rank()) for k in ks}
+def rank_scenes(ks, **kw):
+    with process_group(): return {k: caught(run, dialled(k, group_size(), **kw), group_size(), group_rank()) for k in ks}
 
 # A fourth of them on 1 or 2 ranks; before a release each on 2, and some on 3 and 4. That what is dealt is the same, test_dealing.py shows
 dealt = [(1, names[3::12]), (2, [*dict.fromkeys([*names[::6],*recorded])])]
@@ -51,6 +51,17 @@ def test_scenes(W, ks):
         want = run(dict(scenes[k], bs=dials[W][0]))
         for r in ranks:
             assert not isinstance(r[k], Failed), f'{k}: {r[k]}'
+            for o in want.keys()-{'ids'}: close(r[k][o], want[o], scenes[k]['tol'], f'{k}, {o}')
+
+groups = dict(accumulate=20, whole=False) # two batches of 12, or one at the end: more samples than are asked for, or fewer
+
+@pytest.mark.parametrize('W,every', [(2, 12), pytest.param(1, 3, marks=pytest.mark.long), pytest.param(2, 3, marks=pytest.mark.long)])
+def test_batches_of_parts_that_are_accumulated(W, every):
+    "Gradients of the group's earlier batches get the scale of all its items, too"
+    ks = [*dict.fromkeys([*names[::every],'mse','tokens'])]
+    for r in run_ranks(partial(rank_scenes, **groups), W, ks, timeout_s=300):
+        for k in ks:
+            want = run(dict(scenes[k], bs=12, **groups))
             for o in want.keys()-{'ids'}: close(r[k][o], want[o], scenes[k]['tol'], f'{k}, {o}')
 
 # --- one reduction a step, memory. That a fit goes on, test_bits.py shows ------------------------------------------------

@@ -124,7 +124,6 @@ class Group:
         self.is_last = True # Whether the step comes after the present batch
         self.begun = False # Whether there were batches before
         self.n = 0 # Items of this rank in those before
-        self.corrects = True # Whether gradients get the scale of the mean over all items
 
 class Source(NamedTuple):
     "What a training loop reads"
@@ -283,7 +282,7 @@ class TrainingLoop(Loop):
         self.n_steps += 1
         # any number that all ranks know will do; with the samples of this step there is mostly nothing to correct
         self.scale = float(n or self.source.full)
-        # gradients of earlier batches, which a callback accumulates, have their scale already
+        # what a callback accumulates in its own way has its scale already; with `max_bs` ranks have added up a group's
         if self.by_parts or self.weighs and self.replica is not None and not self.group.begun: self._set_aside(step)
         return step,batches
 
@@ -309,6 +308,13 @@ class TrainingLoop(Loop):
         "Keep gradients of batches before, since a callback accumulates, until the end of the step"
         params = self._params()
         if any([p.grad is not None for p in params]): step.kept = {p: g.clone() for p,g in take_grads(params).items()}
+
+    def _put_back(self, step):
+        "Add what `_set_aside` has kept to the gradients"
+        for p,g in step.kept.items():
+            if p.grad is None: p.grad = g
+            else: p.grad.add_(g)
+        step.kept = {}
 
     def _without_bad(self, parts, batches)->list:
         """The batches of a step; a part for which collation has returned None, as all its samples are bad, repeats
@@ -347,10 +353,10 @@ class TrainingLoop(Loop):
 
     # --- batches whose gradients a callback accumulates ---
 
-    def accumulate(self, is_last:bool, n_acc:int, corrects=True):
-        """Say whether the optimizer's step comes after the present batch. n_acc: samples of a step; corrects: whether
-        the gradients are those of the mean over all items, or of their sum over `n_acc`"""
-        self.group.is_last,self.group.corrects,self.scale = is_last,corrects,float(n_acc)
+    def accumulate(self, is_last:bool, n_acc:int):
+        "Say whether the optimizer's step comes after the present batch. n_acc: samples of a step"
+        self.group.is_last = is_last
+        self.scale = float(n_acc)
         if self.replica and not self.by_parts: self.replica.set_exchange(is_last)
 
     def note_items(self, items):
@@ -467,12 +473,11 @@ class TrainingLoop(Loop):
         if step.statistics: step.statistics.end_step(res.changed)
         if not res.counts: step.scope = res.scope
         ends = group.is_last and step.scope in (None,'backward') # else the optimizer does not step
+        if group.begun: self._put_back(step) # of the same group: all get their scale together
         if ends and (self.part.kind or kind_of(loss_over(self.learn))).corrects: self._correct(step, res)
         step.is_over = True
         if step.scope is not None: self._clear_step()
-        for p,g in step.kept.items():
-            if p.grad is None: p.grad = g
-            else: p.grad.add_(g)
+        self._put_back(step)
         group.n = 0 if ends else step.total
         group.begun = not group.is_last or group.begun and not ends
 
@@ -486,8 +491,7 @@ class TrainingLoop(Loop):
     def _correct(self, step, res):
         "Let gradients be those of the mean over the items of all ranks"
         step.items = items = self._all_items(step, res)
-        is_right = not isinstance(items, Tensor) and items in (0,self.scale)
-        if is_right or not self.group.corrects: return
+        if not isinstance(items, Tensor) and items in (0,self.scale): return
         k = self.scale/items
         if isinstance(k, Tensor): k = k.nan_to_num(posinf=1.) # no items
         scale_grads(self.learn.opt, k)

@@ -37,7 +37,7 @@ from ..distributed.trainer import Adapter,AfterOthers
 from .loaders import ShareDL
 from ..learner.callback import Callback,cancels,inner_events
 from ..learner.learner import check_targets
-from ..learner.losses import LossTrace,MeanOver,loss_over,loss_trace,mean_over,n_items,weighted
+from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,n_items,weighted
 from ..learner.metrics import Batches,Rows,Sums,reduction
 from ..learner.recorder import as_totals
 
@@ -162,30 +162,24 @@ def _(loss_func:MethodType): # that of MixUp and CutMix works for their batch on
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c024
 class Accumulated:
-    "fastai's `GradientAccumulation`, which counts the samples of a rank's batch: here those of all ranks"
+    """fastai's `GradientAccumulation`, which counts the samples of a rank's batch: here those of all ranks. Each batch
+    has a scale of its own, so ranks exchange its gradients"""
     def __init__(self, engine):
         self.engine = engine
         self.rows = 0 # Samples of this batch, of all ranks
-        self.adds_up = False # Whether gradients of several batches travel together
 
     def callback(self):
         "fastai's, if it is among the learner's and the loop weighs losses; else None"
         if not self.engine.loop.weighs: return None
         return next((cb for cb in self.engine.learn.cbs if isinstance(cb, GradientAccumulation)), None)
 
-    def begin_batch(self, observes:bool):
-        "Find the samples of this batch over all ranks. observes: see `ForwardModel`. May be a sync point"
-        acc = self.callback()
-        if acc is None: return
-        learn,loop = self.engine.learn,self.engine.loop
-        if loop.step.i==0:
-            n = 0 if learn.repeated else find_bs(learn.yb)
-            self.rows,_ = loop.step_totals(n, False)
-        # else each batch has its own scale, so its gradients travel; a user's function may count anything
-        over = loss_over(learn)
-        seen = observes and over.kind=='unknown' # at the first batch: what it counts will be seen
-        self.adds_up = over.of_samples and not seen and not self.engine.by_parts
-        if self.adds_up: loop.accumulate(acc.count+self.rows>=acc.n_acc, acc.n_acc, corrects=False)
+    def begin_batch(self):
+        "Find the samples of this batch over all ranks. May be a sync point"
+        loop = self.engine.loop
+        if self.callback() is None or loop.step.i: return
+        learn = self.engine.learn
+        n = 0 if learn.repeated else find_bs(learn.yb)
+        self.rows,_ = loop.step_totals(n, False)
 
     def scale(self):
         "Before a backward pass: fastai's callback counts the samples of a part, in `after_loss` and in `before_step`"
@@ -193,8 +187,7 @@ class Accumulated:
         if acc is None: return
         learn = self.engine.learn
         own = find_bs(learn.yb)
-        n = acc.n_acc if self.adds_up else self.rows
-        learn.loss_grad = learn.loss_grad*(n/own)
+        learn.loss_grad = learn.loss_grad*(self.rows/own)
         if self.engine.loop.step.is_last: acc.count += self.rows-own
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
@@ -382,7 +375,7 @@ class DistributedTrainer(Adapter):
         self.has_loss = False
         if not self.training: return self.predictions.number_files(self.iter)
         if self.engine.loop.evaluation: self.learn.recorder.train_metrics = True
-        self.accumulated.begin_batch(self.forward.observes)
+        self.accumulated.begin_batch()
     def after_loss(self):
         if self.learn.training: check_targets(self.learn)
         self.forward.find_items()

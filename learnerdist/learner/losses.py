@@ -35,14 +35,6 @@ class MeanOver(NamedTuple):
     # From (prediction, *targets) of a batch to its number of items: a number, or a tensor (); None: found with the loss
     count:Callable=None
 
-    @property
-    def of_samples(self)->bool:
-        "Whether samples count alike, but for labels that are ignored by default"
-        if self.kind!='items': return self.kind in ('samples','unknown')
-        opts = getattr(self.count, 'keywords', {})
-        of_all = opts.get('weight') is None and opts.get('ignore_index', -100)==-100
-        return getattr(self.count, 'func', self.count) in (n_elements,n_class_items) and of_all
-
 def n_class_items(pred, targ, *_, weight=None, ignore_index=-100):
     "What a cross-entropy counts: targets that are not ignored, by the weights of their classes"
     if targ.is_floating_point(): return targ.numel()//targ.shape[min(targ.ndim-1, 1)] # probabilities of classes
