@@ -54,6 +54,12 @@ class Batches:
     def __len__(self): return -(-self.n//self.bs)
     def __iter__(self): return iter(torch.randperm(self.n).split(self.bs))
 
+class Order:
+    "A sampler of the user's, without a length"
+    def __init__(self, n): self.n = n
+    def __iter__(self): return iter(torch.randperm(self.n).tolist())
+
+def by_sampler(ds, bs): return DataLoader(ds, bs, sampler=Order(len(ds)))
 def by_batches(ds, bs, **kw): return DataLoader(ds, batch_sampler=Batches(len(ds), bs), **kw)
 def by_torchs_batches(ds, bs): return DataLoader(ds, batch_sampler=BatchSampler(RandomSampler(ds), bs, False))
 
@@ -400,7 +406,7 @@ def make(c, W=1, rank=0):
     split = c['ctx'].get('split_batches')
     bs = c['bs'] if split else c['bs']//W//(1 if is_whole(c, W) else c['parts'])
     assert c['whole'] or bs*W*c['parts']==c['bs'], f'{W} ranks cannot share the micro-batches of one process'
-    is_ordered = isinstance(ds, IterableDataset) or c['loader'] in (by_batches,by_torchs_batches)
+    is_ordered = isinstance(ds, IterableDataset) or c['loader'] in (by_sampler,by_batches,by_torchs_batches)
     kw = {} if is_ordered else dict(shuffle=c['shuffle'])
     shared = {k:v for k,v in c['dl'].items() if k=='collate_fn'}
     dls = c['wrap'](c['loader'](ds, bs, **kw, **c['dl']), TfmdDL(val, c['val_bs'], **shared))
@@ -503,7 +509,7 @@ scenes |= {'47, drop_last': scene(n=47, model=normed, dl=dict(drop_last=True)),
            'stream, 45': scene(n=45, ds=streamed(points), val_ds=points, model=normed)}
 # Batches of any structure
 scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
-           'batch sampler': scene(n=45, loader=by_batches),
+           'batch sampler': scene(n=45, loader=by_batches), 'sampler without a length': scene(n=45, loader=by_sampler),
            'detection': scene(n=45, ds=boxes, loader=by_batches, model=Boxes, dl=dict(collate_fn=as_lists), loss=of_boxes, preds=False),
            'graph': scene(ds=graphs, dl=dict(collate_fn=as_graph), preds=False),
            'a loss of nodes': scene(ds=graphs, dl=dict(collate_fn=as_graph_with_ids), model=OfNodes, loss=huber, n_inp=2,

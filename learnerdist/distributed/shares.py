@@ -18,13 +18,12 @@ from ..data.distributed_dl import is_split,loader_parts
 from ..data.loaders import batch_shape
 
 # %% ../../nbs/distributed/02_shares.ipynb #c019
-def own_order(dl):
-    """What deals the items of a user's sampler, for a rank's shard: its length may be an estimate, and ranks may not
-    share its draws; None for torch's"""
+def has_own_order(dl)->bool:
+    """Whether a rank's shard deals the items of a user's sampler: its length may be an estimate, and ranks may not share
+    its draws"""
     order = getattr(getattr(dl, 'dealer', None), 'items', None)
-    if not isinstance(order, Dealt) or isinstance(order, DealtOrder): return None
-    alike = [type(o) in _alike or getattr(o, 'alike', False) for o in loader_parts(order.source)]
-    return None if all(alike) else order
+    if not isinstance(order, Dealt) or isinstance(order, DealtOrder): return False
+    return not all(type(o) in _alike or getattr(o, 'alike', False) for o in loader_parts(order.source))
 
 _part = ('this loop is none of the learner, and a loader of learn.dls reads the share of one rank of {}. '
     'learn.dls.train.all_data() reads all of it, the same on each rank; or add up what the ranks compute: all_sum')
@@ -59,7 +58,7 @@ class Share(DistributedDL):
 def step_rows(dl, i:int=0)->int:
     "The samples of all ranks in step `i` of an epoch of a training loader; None if not all ranks know it"
     d = getattr(dl, 'dealer', None)
-    if d is None or (d.pad,d.unit,d.streams)!=('batch','row',False) or not d.bs or own_order(dl): return None
+    if d is None or (d.pad,d.unit,d.streams)!=('batch','row',False) or not d.bs or has_own_order(dl): return None
     n = dl.n_total
     i = i-getattr(dl, 'offset', 0)
     return None if n is None else min(d.step, max(n-i*d.step, 1))

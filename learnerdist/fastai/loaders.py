@@ -59,7 +59,7 @@ class _Indices:
     def __init__(self, dl, dealer): self.dl,self.dealer = dl,dealer
     @property
     def alike(self)->bool:
-        "Whether fastai draws them, see `own_order`"
+        "Whether fastai draws them, see `has_own_order`"
         return _of_fastai(self.dl, _drawn_by)
     def __iter__(self):
         self.dl.rng = random.Random(mix_seed(self.dealer.seed, self.dealer.epoch))
