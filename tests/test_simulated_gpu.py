@@ -15,7 +15,7 @@ from test_scenes import same
 from learnerdist.all import *
 from learnerdist.core.collectives import gather_rows, reduce_sums
 from learnerdist.distributed.comparison import compare_weights, Findings
-from learnerdist.distributed.replica import broadcast_tensors
+from learnerdist.core.collectives import broadcast_tensors
 from learnerdist.learner.metrics import reductions
 from learnerdist.testing import run_ranks
 

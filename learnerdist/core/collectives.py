@@ -13,6 +13,7 @@ from operator import itemgetter
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from .compat import tree_leaves,tree_map
 from .env import current_group,group_rank,group_size,in_group,next_phase,waits
@@ -48,6 +49,19 @@ def all_mean(
     differ. Collective"""
     both = all_sum(torch.cat([tot.reshape(-1), tot.new_tensor([n])]))
     return both[:-1].reshape(tot.shape)/both[-1]
+
+# %% ../../nbs/core/02_collectives.ipynb #bct02
+def broadcast_tensors(tensors):
+    """Give every rank the values of rank 0, for the same shapes and dtypes on every rank. Sync point: all ranks call
+    this. ValueError if a tensor has no shape yet"""
+    if group_size()<2: return
+    tensors = [*tensors]
+    if any(map(is_lazy, tensors)):
+        raise ValueError('the model has lazy layers: call it on a batch before the context, learn.model(*x)')
+    for t in tensors: # as bytes: gloo knows few types
+        o = carried(t.detach())
+        dist.broadcast(o.reshape(-1).view(torch.uint8), 0, group=current_group())
+        if o.data_ptr()!=t.data_ptr(): t.detach().copy_(o)
 
 # %% ../../nbs/core/02_collectives.ipynb #hostcode1
 def to_host(o):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor,nn
 from torch.utils.data import IterableDataset
 
-from ..core.collectives import all_sum,broadcast_object,gather_objects,gather_same
+from ..core.collectives import all_sum,broadcast_object,broadcast_tensors,gather_objects,gather_same
 from ..core.compat import BatchNorm
 from ..core.env import group_rank,group_size,group_timeout,in_group,next_phase
 from ..core.env import process_group
@@ -29,7 +29,7 @@ from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_has
 from .comparison import need_equal,options_of,same_data,same_fit,same_model,same_optimizer,shown
 from .loops import EvaluationLoop,Group,Loop,TrainingLoop,add_totals,cancelled_loop,source_of
 from .parts import Step,running,take_grads
-from .replica import Replica,broadcast_module,broadcast_tensors
+from .replica import Replica,broadcast_module
 from .self_check import SelfCheck
 from .sharded import Sharded
 from .shares import evaluated,global_batch

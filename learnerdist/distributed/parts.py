@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.compat import TrackingNorm,foreach_add,version
+from ..core.collectives import broadcast_tensors
 from ..core.env import current_group,group_size,wide_dtype
 from ..data.sharding import factors
 from .vote_links import Message,widest
@@ -178,8 +179,10 @@ class PartStatistics:
             if m.num_batches_tracked is not None: self.counters.append(m.num_batches_tracked)
         known = {*map(id, self.running+self.counters)}
         self.others = [o for o in model.buffers() if id(o) not in known]
-        self.start = [(o,o.clone()) for o in self.running+self.counters+self.others]
+        self.start = [(o,o.clone()) for o in self.running+self.counters]
+        self.start_of_others = [(o,o.clone()) for o in self.others]
         self.versions = [version(o) for o in self.others]
+        self.changed = False # Whether a forward pass has written to `others`
         self.total = Tree(n, lambda a, b: a+b) # Of what the parts have made of `running`, and how many count
         self.first = None # What part 0 has made of `others`
         self.begun = False # Whether a part has begun
@@ -188,7 +191,9 @@ class PartStatistics:
     def begin_part(self):
         "The buffers begin where the step began"
         if self.begun:
-            for o,old in self.start: o.copy_(old)
+            self.changed = self.has_changed()
+            start = self.start+self.start_of_others if self.changed else self.start
+            for o,old in start: o.copy_(old)
         self.begun = True
 
     def end_part(self, part:Part):
@@ -198,11 +203,11 @@ class PartStatistics:
             row = torch.cat([o.detach().to(wide).flatten() for o in self.running])
             row = torch.cat([row, row.new_ones(1)])
             self.total.push(row if part.why is None else torch.zeros_like(row))
-        if not part.number: self.first = [o.clone() for o in self.others]
+        if not part.number and self.has_changed(): self.first = [o.clone() for o in self.others]
 
     def has_changed(self)->bool:
         "Whether the forward passes write to buffers that are no statistics"
-        return self.versions!=[version(o) for o in self.others]
+        return self.changed or self.versions!=[version(o) for o in self.others]
 
     @torch.no_grad()
     def end_step(self, changed:bool):
@@ -215,8 +220,7 @@ class PartStatistics:
             for (o,old),total in zip(self.start, sums):
                 mean = (total/n.clamp(min=1)).view_as(o).to(o.dtype)
                 o.copy_(torch.where(n>0, mean, old))
-            for o,old in self.start[n_running:n_running+len(self.counters)]: o.copy_(old+(n>0))
+            for o,old in self.start[n_running:]: o.copy_(old+(n>0))
         if not changed: return
-        for o,new in zip(self.others, self.first or self.others): o.copy_(new)
-        if group_size()<2: return
-        for o in self.others: dist.broadcast(o.contiguous(), 0, group=current_group())
+        for i,(o,old) in enumerate(self.start_of_others): o.copy_(self.first[i] if self.first else old)
+        broadcast_tensors(self.others)

@@ -15,12 +15,11 @@ from operator import attrgetter,itemgetter
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
-from torch import Tensor,nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks,powerSGD_hook as psgd
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.collectives import all_sum,carried
+from ..core.collectives import all_sum,broadcast_tensors
 from ..core.compat import check_reduced,foreach_add,ignored_by_ddp,sync_buffers,tree_leaves
 from ..core.env import current_group,group_size
 from ..core.stacks import coded,need
@@ -250,18 +249,6 @@ def check_options(opts):
 def broadcast_module(model):
     "Give every rank the parameters and buffers of rank 0, but for those without memory"
     broadcast_tensors([t for t in [*model.parameters(),*model.buffers()] if not t.is_meta])
-
-def broadcast_tensors(tensors):
-    """Give every rank the values of rank 0, for the same shapes and dtypes on every rank. Sync point: all ranks call
-    this. ValueError if a tensor has no shape yet"""
-    if group_size()<2: return
-    tensors = [*tensors]
-    if any(map(nn.parameter.is_lazy, tensors)):
-        raise ValueError('the model has lazy layers: call it on a batch before the context, learn.model(*x)')
-    for t in tensors: # as bytes: gloo knows few types
-        o = carried(t.detach())
-        dist.broadcast(o.reshape(-1).view(torch.uint8), 0, group=current_group())
-        if o.data_ptr()!=t.data_ptr(): t.detach().copy_(o)
 
 # %% ../../nbs/distributed/09_replica.ipynb #d7e6e468
 def without_gradient(model)->list:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fastcore.basics import listify
 from torch import nn
 
+from ..core.collectives import broadcast_tensors
 from ..core.compat import can_group,forget_fsdp,forget_passes,fsdp_on_cpu
 from ..core.compat import replace_tensors
 from ..core.env import count,current_group,everyones,group_size
@@ -27,7 +28,7 @@ from ..core.weights import load_weights
 from ..core.stacks import need,warn
 from ..data.loaders import call_model
 from .batchnorm import sync_batchnorm
-from .replica import Trained,broadcast_tensors,sum_grads,weigh_back,without_gradient
+from .replica import Trained,sum_grads,weigh_back,without_gradient
 from ..learner.learner import get_model
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hc0a87fb

@@ -19,8 +19,8 @@ from ..data.loaders import batch_shape
 
 # %% ../../nbs/distributed/02_shares.ipynb #c019
 def has_own_order(dl)->bool:
-    """Whether a rank's shard deals the items of a user's sampler: its length may be an estimate, and ranks may not share
-    its draws"""
+    """Whether a rank's shard deals the items of a user's sampler: its length may be an estimate, and ranks may not
+    share its draws"""
     order = getattr(getattr(dl, 'dealer', None), 'items', None)
     if not isinstance(order, Dealt) or isinstance(order, DealtOrder): return False
     return not all(type(o) in _alike or getattr(o, 'alike', False) for o in loader_parts(order.source))
