@@ -47,6 +47,10 @@ def rare(n):
     x,y = classes(n).tensors
     return TensorDataset(x, y.where(torch.arange(n)%7==0, -100))
 
+def counts_on_a_device(p, y):
+    "On rank 0 the device knows the items, on others the host"
+    return F.cross_entropy(p, y, reduction='sum'),len(y) if group_rank() else (y>=0).sum()
+
 def ctx(**kw): return dict(ctx=dict(seed=3, **kw))
 mixed = dict(dtype=F32, tol=3e-3, unlike=('opt',))
 def hooked(k, tol): return scene(dtype=F32, tol=tol, opt=torch.optim.SGD, **ctx(comm_hook=k))
@@ -56,6 +60,7 @@ of_table = {
     'convolutions': picture(model=conv), 'BatchNorm': scene(model=normed), 'InstanceNorm': scene(model=instance_normed),
     'unused parameters': picture(model=PartUsed, **ctx(find_unused_parameters=True)),
     'ignored labels': scene(ds=rare, loss=nn.CrossEntropyLoss()), 'class weights': scene(ds=classes, loss=weighted_ce),
+    'items of a device on one rank': scene(ds=classes, loss=counts_on_a_device),
     'a sum': scene(loss=squares, lr=.002), 'a loss of the whole batch': scene(loss=contrast),
     "the model's own loss": scene(ds=texts_in_dicts, model=OwnLoss, loss=None, **ctx(find_unused_parameters=True)),
     'detection': scene(ds=boxes, loader=by_batches, model=Boxes, dl=dict(collate_fn=as_lists), loss=of_boxes, preds=False),

@@ -155,13 +155,14 @@ def test_what_nccl_refuses(kind, backend):
 
 # --- trainings --------------------------------------------------------------------------------------------------------
 
-quick = 'BatchNorm','ignored labels','max_bs','float16, GradScaler','shard=True',"fastai's fit" # of each kind
+quick = ('BatchNorm','ignored labels','items of a device on one rank','max_bs','float16, GradScaler','shard=True',
+         "fastai's fit") # of each kind
 every = (*of_table,*stories,*of_fastai)
 # Waits of the host in a step beyond those of one process that are not 0. BatchNorm: torch's, 3 a layer; unused parameters: of DDP
 beyond = {'BatchNorm': 3, 'unused parameters': 1, "the model's own loss": 1, 'comm_hook powersgd': 1.4, 'shard=dict(offload=True)': 12}
 # Collectives of a step: one a bucket, and one for items that only the device knows, as those of labels are
 collectives = {**dict.fromkeys(['cross-entropy','convolutions','InstanceNorm','ignored labels','class weights','a metric of all rows',
-                                'max_bs, ignored labels',"fastai's fit"], 2),
+                                'items of a device on one rank','max_bs, ignored labels',"fastai's fit"], 2),
                **dict.fromkeys(['BatchNorm','unused parameters',"the model's own loss",'comm_hook powersgd'], 3),
                'a loss of the whole batch': 4, 'GradientAccumulation': .4, 'lr_find': 0, 'shard=True': 9, 'shard=dict(offload=True)': 9,
                "fastai's first script": 0}

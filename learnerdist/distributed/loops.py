@@ -6,6 +6,7 @@
 __all__ = ['gather_with_grad']
 
 # %% ../../nbs/distributed/09_loops.ipynb #lo003
+import math
 from abc import ABC,abstractmethod
 from typing import Any,NamedTuple
 
@@ -432,7 +433,7 @@ class TrainingLoop(Loop):
         there are none"""
         for o in tree_leaves(self.learn.pred):
             if isinstance(o, Tensor) and o.requires_grad: o.register_hook(lambda g: _where(n, g))
-        self.step.device = n.device
+        self.step.on_device = True
         return n.to(wide_dtype(n.device)) # a whole number times a float would be float32
 
     def begin_backward(self):
@@ -497,11 +498,11 @@ class TrainingLoop(Loop):
         scale_grads(self.learn.opt, k)
 
     def _all_items(self, step, res):
-        "The items of all ranks. Sync point on a device that counts them"
-        n,device = step.total,step.device
-        if not step.sends: return n
-        if device is None: return tree_sum(res.items)
-        n = torch.as_tensor(n, dtype=wide_dtype(device), device=device)
+        "The items of all ranks. Sync point where a device of any rank counts them"
+        if not step.sends: return step.total
+        if not any(map(math.isnan, res.items)): return tree_sum(res.items)
+        device = self.engine.device
+        n = torch.zeros((), dtype=wide_dtype(device), device=device)+step.total # what the host knows is not copied
         return tree_sum(gather_alike(n))
 
     def _clear_step(self):

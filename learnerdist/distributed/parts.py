@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/distributed/03_parts.ipynb #pt003
 from contextvars import ContextVar
 from enum import Enum
+from math import nan
 
 import torch
 import torch.distributed as dist
@@ -133,7 +134,7 @@ class Step:
     grads = None    # A `Tree`: its other levels, if there are any
     sends = False   # Whether its gradients travel
     total = 0       # Items of this rank, also of earlier batches whose gradients travel with these
-    device = None   # On which the loss counts its items; None if that is the host
+    on_device = False # Whether the loss counts its items on a device, and not on the host
     items = None    # Of all ranks, once they are known
     scope = None    # What is cancelled, if all parts of all ranks are
     is_over = False # Whether all backward passes are over, and gradients have their scale
@@ -163,7 +164,7 @@ class Step:
         return tree_sum([o.weight for o in self.parts])
     def message(self)->Message:
         "What this rank says of the step, before its last backward pass"
-        items = 0. if self.device else self.total # else they are counted there
+        items = nan if self.on_device else self.total
         changed = self.statistics is not None and self.statistics.has_changed()
         return Message(items, widest(self.cancelled), self.counts, changed)
 

@@ -298,7 +298,7 @@ _row = struct.Struct('<d7B') # of 15 bytes, beside which its phase travels
 
 class Message(NamedTuple):
     "What a rank says of a step, to all ranks: in its last backward pass how it counts, and after it how to go on"
-    items:float=0.     # Items of its parts, if the host counts them
+    items:float=0.     # Items of its parts; NaN: a device counts them
     scope:str=None     # The widest scope that it has cancelled; None: nothing
     counts:bool=False  # Whether a part of it counts
     changed:bool=False # Whether its forward passes have changed buffers, see `PartStatistics`
@@ -312,7 +312,7 @@ class Message(NamedTuple):
 
 class Outcome(NamedTuple):
     "What the messages of all ranks say together, the same on every rank"
-    items:tuple   # Of each rank
+    items:tuple   # Of each rank, see `Message`
     scope:str     # The widest scope that a rank has cancelled; None: go on
     counts:bool   # Whether a part of any rank counts
     changed:bool  # Whether buffers have changed on any rank

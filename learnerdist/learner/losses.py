@@ -142,7 +142,8 @@ def _copied(o):
 
 def as_mean(total, n):
     "(mean, count) for a loss given as a sum and a count; the mean is 0 if the count is 0"
-    return unweighted(total, torch.as_tensor(n).to(total)),n
+    # a number is filled in: a copy to a device would wait
+    return unweighted(total, n.to(total) if isinstance(n, Tensor) else total.new_full((), n)),n
 
 # %% ../../nbs/learner/00_losses.ipynb #ceff65e0s1
 def weighted(mean, n)->Tensor:
