@@ -237,11 +237,31 @@ def with_a_nan(order):
     with learn.distrib_ctx(seed=1, checks=False, timeout_s=60): learn.fit(1, cbs=[Skip,Adds])
     return weights(learn).tolist(),learn.recorder.losses,sums
 
+def leaves_from_within(at, event, exc):
+    "A callback validates in an event of the fit; there the last rank cancels a loop around the validation"
+    learn = make(bs=2*BS//(num_distrib() or 1))
+    class Validates(Callback):
+        def go(self): self.learn.validate(cbs=Raise(event, exc, group_size()-1))
+        def after_batch(self):
+            if at=='after_batch' and self.learn.training: self.go()
+    if at!='after_batch': setattr(Validates, at, Validates.go)
+    with learn.distrib_ctx(seed=1, timeout_s=60): learn.fit(2, cbs=Validates())
+    return weights(learn).tolist(),learn.epoch,len(learn.recorder.losses),len(learn.recorder.values)
+
+left = [(at, event, exc) for at,excs in (('after_batch', (CancelTrainException,CancelEpochException,CancelFitException)),
+                                         ('after_train', (CancelEpochException,CancelFitException)), ('after_epoch', (CancelFitException,)))
+        for exc in excs for event in ('before_validate','after_batch','after_validate')]
+
+def test_a_rank_that_leaves_a_loop_around_a_validation_takes_the_others_along(found):
+    want = [leaves_from_within(*o) for o in left]
+    for got in found(leaves, 2): close(got, want)
+
 # What is asked of 2 ranks, which open a group for each
 def handlers(W, rank, path): return [widened(o) for o in (None,1)]
 def cancels_inside(W, rank, path): return [cancel_inside(*o) for o in insides]
 def ends_and_nans(W, rank, path): return rank_extreme(),cancels_before_a_forward_pass(),[with_a_nan(o) for o in (-1,1)]
-found = asking(alone=(handlers, cancels_inside, ends_and_nans))
+def leaves(W, rank, path): return [leaves_from_within(*o) for o in left]
+found = asking(alone=(handlers, cancels_inside, ends_and_nans, leaves))
 
 def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans(found):
     a,b = found(ends_and_nans, 2)

@@ -33,7 +33,7 @@ from .replica import Replica,broadcast_module
 from .self_check import SelfCheck
 from .sharded import Sharded
 from .shares import evaluated,global_batch
-from .vote_links import Asks,Message,Outcome,Phase,cast,open_links
+from .vote_links import Asks,Message,Outcome,Phase,cast,open_links,scopes
 from ..learner.learner import Runner,advise_on_memory,get_model,is_oom
 from ..learner.losses import loss_of_model,loss_over
 from ..learner.predictions import Unshared
@@ -159,6 +159,10 @@ class Ballot:
         if self.links is None: return
         next_phase()
         self.leave(self.vote().scope)
+
+    def scope_of(self, e)->str:
+        "What a Cancel exception cancels; None for another exception"
+        return next((k for k in reversed(scopes[1:]) if isinstance(e, self.cancels[k])), None)
 
     def leave(self, scope):
         "Raise the Cancel exception that all ranks have agreed on, if any"
@@ -470,15 +474,19 @@ class Engine(Runner):
         "This rank leaves the loop `scope`: vote for it, unless the ranks have agreed on it. Sync point"
         ballot,loop = self.ballot,self.loop
         if ballot.links and not self.is_agreed(scope):
-            if ballot.phase is not Phase.valid_batch: next_phase()
-            elif self.sharded: self.sharded.end_batch()
-            verdict = ballot.vote(scope).scope
+            verdict = self._vote_to_leave(scope)
             if verdict!=scope: ballot.leave(verdict)
         ballot.agreed = None
         if loop.evaluation: loop.evaluation.stopped |= scope=='validate'
         loop.step = None
         loop.part = None
         ballot.phase = _after[scope]
+
+    def _vote_to_leave(self, scope)->str:
+        "The scope that all ranks leave, as this rank leaves `scope`. Sync point"
+        if self.ballot.phase is not Phase.valid_batch: next_phase()
+        elif self.sharded: self.sharded.end_batch()
+        return self.ballot.vote(scope).scope
 
     # --- the ends ---
 
@@ -543,12 +551,17 @@ class Engine(Runner):
 
     @contextmanager
     def aside(self):
-        "Context for a loop within another"
+        "Context for a loop within another; all ranks leave it together if one leaves a scope around it. Sync point then"
         outer = running.get()
-        phase = self.ballot.phase
+        ballot = self.ballot
         running.set(None)
         try:
-            with replaced(self, loop=Loop(), group=Group()),replaced(self.ballot, phase=phase): yield
+            with replaced(self, loop=Loop(), group=Group()),replaced(ballot, phase=ballot.phase):
+                try: yield
+                except tuple(ballot.cancels.values()) as e:
+                    scope = ballot.scope_of(e)
+                    if self.links and ballot.agreed!=scope: ballot.leave(self._vote_to_leave(scope))
+                    raise
         finally: running.set(outer)
 
     def add_up(self, parts:list)->Tensor:

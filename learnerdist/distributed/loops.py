@@ -23,7 +23,7 @@ from .batchnorm import Synced
 from .evaluation import Evaluation
 from .parts import Part,PartStatistics,Step,Why,add_earlier,running,take_grads,tree_sum
 from .shares import step_rows
-from .vote_links import Asks,Message,Outcome,Phase,loops,outcome,scopes,widest
+from .vote_links import Asks,Message,Outcome,Phase,loops,outcome,widest
 from ..learner.callback import inner_events
 from ..learner.learner import Batches,get_model
 from ..learner.losses import loss_kind,loss_over,n_items,unweighted
@@ -549,9 +549,8 @@ class TrainingLoop(Loop):
         "Whether the Cancel exception `e`, which a callback has raised in `event`, waits for the end of the batch"
         step = self.step
         part = self.part
-        cancels = self.ballot.cancels
         if part is None or self.ballot.agreed or self.links is None and step.n_parts==1: return False
-        scope = next((k for k in reversed(scopes[1:]) if isinstance(e, cancels[k])), None)
+        scope = self.ballot.scope_of(e)
         if not may_cancel(scope, event): return False
         step.cancelled.append(scope)
         if event in early[:2]: part.why = part.why or Why.cancelled
