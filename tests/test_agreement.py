@@ -245,8 +245,10 @@ def leaves_from_within(at, event, exc):
         def after_batch(self):
             if at=='after_batch' and self.learn.training: self.go()
     if at!='after_batch': setattr(Validates, at, Validates.go)
-    with learn.distrib_ctx(seed=1, timeout_s=60): learn.fit(2, cbs=Validates())
-    return weights(learn).tolist(),learn.epoch,len(learn.recorder.losses),len(learn.recorder.values)
+    with learn.distrib_ctx(seed=1, timeout_s=60):
+        learn.fit(2, cbs=Validates())
+        drawn = torch.rand(()).item()
+    return weights(learn).tolist(),drawn,learn.epoch,len(learn.recorder.losses),len(learn.recorder.values)
 
 left = [(at, event, exc) for at,excs in (('after_batch', (CancelTrainException,CancelEpochException,CancelFitException)),
                                          ('after_train', (CancelEpochException,CancelFitException)), ('after_epoch', (CancelFitException,)))

@@ -88,7 +88,7 @@ class Loaders:
         dls,replace = e.learn.dls,e.context.replace
         self.dls = dls
         e.adapter.set_device(e.device)
-        names = [] if hasattr(dls, 'loaders') else ['train','valid']
+        names = [] if hasattr(dls, 'loaders') else [o for o in ('train','valid') if hasattr(dls, o)]
         self.sources = found = sources or [getattr(dls, o) for o in names] or dls.loaders[:]
         if e.findings.mode and not sources and group_size()>1: same_data(found, e.findings, e.gather_same)
         shares = []
@@ -477,9 +477,7 @@ class Engine(Runner):
             verdict = self._vote_to_leave(scope)
             if verdict!=scope: ballot.leave(verdict)
         ballot.agreed = None
-        if loop.evaluation: loop.evaluation.stopped |= scope=='validate'
-        loop.step = None
-        loop.part = None
+        loop.leave(scope)
         ballot.phase = _after[scope]
 
     def _vote_to_leave(self, scope)->str:
@@ -560,6 +558,7 @@ class Engine(Runner):
                 try: yield
                 except tuple(ballot.cancels.values()) as e:
                     scope = ballot.scope_of(e)
+                    self.loop.leave(scope)
                     if self.links and ballot.agreed!=scope: ballot.leave(self._vote_to_leave(scope))
                     raise
         finally: running.set(outer)

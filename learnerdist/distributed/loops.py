@@ -191,6 +191,10 @@ class Loop(Batches):
     def end_batch(self):
         "After a batch, before other callbacks"
         if self.evaluation: self.evaluation.end_batch()
+    def leave(self, scope):
+        "This rank leaves the loop, or one around it, by a Cancel exception"
+        self.step = None
+        self.part = None
     def end(self): "After the loop, before other callbacks"
 
 # %% ../../nbs/distributed/09_loops.ipynb #lo013
@@ -217,6 +221,12 @@ class EvaluationLoop(Loop):
         "After a batch, before other callbacks"
         super().end_batch()
         if self.engine.sharded: self.engine.sharded.end_batch()
+
+    def leave(self, scope):
+        "This rank leaves the loop, or one around it, by a Cancel exception"
+        super().leave(scope)
+        self.evaluation.stopped |= scope=='validate'
+        set_rng_state(self.streams)
 
     def end(self):
         "After the loop, before other callbacks: its results become those of one process. Sync point"
@@ -472,7 +482,7 @@ class TrainingLoop(Loop):
         group = self.group
         res = self._outcome(step)
         if step.statistics: step.statistics.end_step(res.changed)
-        if not res.counts: step.scope = res.scope
+        if not res.counts: step.scope = res.scope or 'batch' # all samples of all ranks are bad
         ends = group.is_last and step.scope in (None,'backward') # else the optimizer does not step
         if group.begun: self._put_back(step) # of the same group: all get their scale together
         if ends and (self.part.kind or kind_of(loss_over(self.learn))).corrects: self._correct(step, res)
