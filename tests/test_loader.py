@@ -1,6 +1,7 @@
 "DistributedDL: the shares of all ranks, in one process"
 from collections import Counter
-import math, random
+from pathlib import Path
+import math, random, re
 import numpy as np, pandas as pd, pytest, torch
 from torch.utils.data import (BatchSampler, ChainDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
                               SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info)
@@ -8,6 +9,7 @@ from learnerdist.data.loaders import TfmdDL
 from learnerdist.data.distributed_dl import DistributedDL, in_order, is_split, reindexed, saves_place, set_epoch, shared_rng
 from learnerdist.data.sharding import epoch_order, undeal
 
+root = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 def ranks(dl, W, epoch=None, **kw):
@@ -340,3 +342,21 @@ def test_bad_input(args, kw, match):
     lambda: DataLoader(range(5), 2, sampler=DistributedSampler(range(5), 2, 0)), lambda: TfmdDL(range(5), 2, shuffle=True, drop_last=True),
     lambda: DistributedDL(range(5), 1, 2, bs=2, shuffle=True, drop_last=True), lambda: DataLoader(Whole(5), 2, drop_last=True)])
 def test_in_order(make): assert [b.tolist() for b in in_order(make())]==[[0,1],[2,3],[4]]
+
+class Blocks:
+    "A loader of a library that torch does not know"
+    def __init__(self, ds, order, bs, shuffle=False): self.ds,self.order,self.bs,self.shuffle = ds,order,bs,shuffle
+    def __len__(self): return -(-len(self.order)//self.bs)
+    def __iter__(self):
+        found = [self.ds[i] for i in self.order]
+        for i in range(0, len(found), self.bs): yield found[i:i+self.bs]
+
+def test_the_example_of_contributing():
+    "Training is dealt in the order of the epoch, an evaluation in whole batches in the loader's own"
+    exec(re.search(r'```python\n(@reindexed.*?)```', (root/'CONTRIBUTING.md').read_text(), re.S).group(1), globals())
+    for shuffle in (False,True):
+        dl = Blocks([*range(10)], range(10), 3, shuffle)
+        assert flat(ranks(dl, 2, 0))==[i for r in range(2) for i in epoch_order(10, 0, 0, shuffle=shuffle)[r::2].tolist()]
+    dl.shuffle = False # as a loader for validation
+    assert read([DistributedDL.by_batch(dl, r, 2) for r in range(2)])==[[[0,1,2],[6,7,8]], [[3,4,5],[9]]]
+    assert [*in_order(dl)]==[*dl]

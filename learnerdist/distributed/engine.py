@@ -549,7 +549,7 @@ class Engine(Runner):
 
     @contextmanager
     def aside(self):
-        "Context for a loop within another; all ranks leave it together if one leaves a scope around it. Sync point then"
+        "Context for a loop within another. If a rank leaves a scope around it, all do. Sync point then"
         outer = running.get()
         ballot = self.ballot
         running.set(None)
