@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from ..core.collectives import all_sum,broadcast_object,broadcast_tensors,gather_objects,gather_same
 from ..core.compat import BatchNorm
-from ..core.env import group_rank,group_size,group_timeout,in_group,next_phase
+from ..core.env import group_rank,group_size,group_timeout,next_phase
 from ..core.env import process_group
 from ..core.lending import lend,replaced
 from ..core.random import rng_state,seed_streams,set_rng_state
@@ -402,11 +402,11 @@ class Engine(Runner):
             self.findings('batchnorm-parts', _by_parts, 'parts')
 
     def _replicated(self):
-        "What the training loops of this fit call in place of the model, if a group is open"
+        "What the training loops of this fit call in place of the model; None with one process"
         opts = self.opts
         sync_bn = opts.sync_bn and not self.by_parts
         if self.sharded: return self.sharded.begin(sync_bn)
-        return Replica(self, sync_bn, opts.comm_hook, self.by_parts, **opts.ddp_kw) if in_group() else None
+        return Replica(self, sync_bn, opts.comm_hook, self.by_parts, **opts.ddp_kw) if self.links else None
 
     def open_training(self):
         "Before that loop, after other callbacks: agree to begin it. Sync point"

@@ -156,7 +156,6 @@ def _sum_hook(group, bucket):
 
 # %% ../../nbs/distributed/09_replica.ipynb #shm01
 def _shm(ddp, links, parts=None):
-    if links is None: return # one process
     if not can_share(ddp, links):
         raise ValueError("comm_hook='shm': ranks on several machines, or on GPUs: leave comm_hook out")
     _shared(ddp, SharedMean(ddp, links), parts)
@@ -413,7 +412,7 @@ class Replica(Trained):
             self.ddp = DistributedDataParallel(self.model, **kw)
         self.check_reduced = getattr(self.ddp.reducer, check_reduced, int) # an older torch has none
         # the forward pass of a static graph has to know whether it exchanges
-        self.hears_late = self.links is not None and not self.ddp.static_graph
+        self.hears_late = not self.ddp.static_graph
         if self.comm_hook: self.comm_hook(self.ddp, self.links, self.parts)
         self.meets = self.comm_hook in (_shm,_by_default) and can_share(self.ddp, self.links)
         self.set_exchange(self._sync)
