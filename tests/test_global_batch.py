@@ -24,7 +24,7 @@ def can_be_cut(k, c):
     return c['alone'] and c['parts']==1 and c['loss'] is not contrast and fits(c)
 def fits(c):
     has_bn = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in c['model']().modules())
-    return not has_bn and c['loader'].__name__ in ('TfmdDL','DataLoader') and c['wrap'] is DataLoaders
+    return not has_bn and c['loader'].__name__ in ('TfmdDL','DataLoader','by_sampler') and c['wrap'] is DataLoaders
 
 names = [k for k,c in scenes.items() if can_be_cut(k, c)]
 # By number of ranks: samples in a step, at most in a micro-batch
@@ -58,7 +58,7 @@ groups = dict(accumulate=20, whole=False) # two batches of 12, or one at the end
 @pytest.mark.parametrize('W,every', [(2, 12), pytest.param(1, 3, marks=pytest.mark.long), pytest.param(2, 3, marks=pytest.mark.long)])
 def test_batches_of_parts_that_are_accumulated(W, every):
     "Gradients of the group's earlier batches get the scale of all its items, too"
-    ks = [*dict.fromkeys([*names[::every],'mse','tokens'])]
+    ks = [*dict.fromkeys([*names[::every],'mse','tokens','sampler without a length'])]
     for r in run_ranks(partial(rank_scenes, **groups), W, ks, timeout_s=300):
         for k in ks:
             want = run(dict(scenes[k], bs=12, **groups))

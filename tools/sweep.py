@@ -270,7 +270,9 @@ def one_run(c, k=1, nudge=None):
     for fold in range(c['folds']):
         learn,own = make_learner(c, c['bs']*k)
         if nudge is not None: round_otherwise([*learn.model.parameters(),*own], nudge)
-        with learn.distrib_ctx(timeout_s=30, **(dict(seed=5) if c['folds']==1 else {})):
+        kw = dict(global_bs=c['bs']*c['W'], max_bs=c['max_bs']) if c['max_bs'] and k==1 else {} # one process has no parts
+        if c['folds']==1: kw['seed'] = 5
+        with learn.distrib_ctx(timeout_s=30, **kw):
             _fits(c, learn, k)
             final = dict(validate=learn.validate())
             if c['preds']: final['preds'] = learn.get_preds()
@@ -298,7 +300,7 @@ def _fits(c, learn, k):
 
 base = dict(W=2, seed=0, dtype='float64', model='mlp', norm='none', loss='mean', items='tuple', sampler='random', loader='ours', n=48,
             n_valid=23, bs=4, valid_bs=5, drop_last=False, opt='sgd', lr=.1, cycle=False, sched=None, acc=None, clip=None, freeze=None,
-            cancel=None, metric='none', folds=1, late=False, preds=True, after=False, epochs=2)
+            cancel=None, metric='none', folds=1, late=False, preds=True, after=False, epochs=2, max_bs=None)
 # Options that name no class of fault; `n` does where it does not divide
 sizes = 'W','seed','dtype','n','n_valid','bs','valid_bs','epochs','lr'
 
@@ -331,6 +333,7 @@ def draw_case(seed, k, worlds=(2,3), dtype='float64'):
     c = {a: b for a,b in c.items() if b is not None}
     if rng.random()<.25: c['cancel'] = draw_cancel(rng, W)
     if rng.random()<.3 and c.get('sampler')!='own_batches': c.update(n=whole-rng.randrange(1, bs*W), drop_last=rng.random()<.4)
+    if rng.random()<.3: c['max_bs'] = rng.choice([1,2,3])
     plain = c.get('opt') in (None,'sgd','lookahead')
     lr = (.002 if c.get('loss')=='sum' else .1) if plain else .01 # a sum over a batch would diverge
     return fitting(base | c | dict(dtype=dtype, lr=lr))
@@ -339,6 +342,8 @@ def fitting(c):
     "`c` without options that do not go together"
     c = dict(c)
     if c['cancel']: c.update(folds=1, late=False)
+    # a part hears the events of a batch; a batch sampler of the user's has no size
+    if c['cancel'] or c['sampler'] in ('batches','own_batches'): c['max_bs'] = None
     if c['cycle']: c['sched'] = None
     if c['sampler'] in ('stream','own_batches'): c.update(cycle=False, drop_last=False)
     if c['sampler']=='own_batches': c['acc'] = None

@@ -377,8 +377,10 @@ class TrainingLoop(Loop):
     def step_totals(self, n, is_last)->tuple:
         """Of a training batch: its samples over all ranks, and whether it is the last one on any. n, is_last: of this
         rank. May be a sync point"""
-        rows = step_rows(self.source.dl, self.learn.iter)
-        if rows is not None and (self.links is None or self.source.known): return rows,is_last
+        source = self.source
+        # all ranks deal the same parts
+        rows = source.dealer.step_size if source.reads_parts else step_rows(source.dl, self.learn.iter)
+        if rows is not None: return rows,is_last
         if self.links is None: return n,is_last
         res = outcome(self.links.exchange(Message(n, more=is_last).row(), Phase.train_batch))
         return sum(res.items),res.more>0
