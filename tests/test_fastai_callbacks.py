@@ -512,21 +512,23 @@ def test_accumulation_reduces_once_a_step(Ws, found):
             assert W==1 or [got[k][1] for k in (48,24,0)]==[6,6,3] # the loss is a function of the user
         shows('6 `GradientAccumulation`', W, 0 if W==1 else 'weights 1e-09, those of the whole batch too')
 
-def goes_on_accumulating(n_acc, of_elements):
+def a_sum(p, y): return .05*torch.nn.functional.cross_entropy(p, y, reduction='sum')
+def goes_on_accumulating(n_acc, loss):
     "Three batches of 16 an epoch, and a step every two: the second epoch begins with a gradient that the first one has left"
     torch.set_default_dtype(torch.float)
     torch.manual_seed(0)
     x = torch.randn(48, 4)
-    y,loss = (x.roll(1, 1),torch.nn.MSELoss()) if of_elements else (x.argmax(1),torch.nn.CrossEntropyLoss())
+    y = x.roll(1, 1) if isinstance(loss, torch.nn.MSELoss) else x.argmax(1)
     ds,bs = [*zip(x, y)],16//(num_distrib() or 1)
     learn = Learner(DataLoaders(DataLoader(ds, bs=bs, shuffle=True, drop_last=True), DataLoader(ds, bs=8)), torch.nn.Linear(4, 4),
                     loss, SGD, lr=.1, cbs=GradientAccumulation(n_acc))
     with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(seed=1): learn.fit(2)
     return [*learn.model.parameters()][0].detach(),[float(o) for o in learn.recorder.losses]
 
-@pytest.mark.parametrize('n_acc,of_elements', [(32,False), (24,True)]) # 24: fastai divides the sum over 32 samples by 24
-def test_accumulation_goes_on_in_the_next_epoch(n_acc, of_elements):
-    want = goes_on_accumulating(n_acc, of_elements)
-    for got in run_ranks(goes_on_accumulating, 2, n_acc, of_elements): close(got, want, 1e-6)
+@pytest.mark.parametrize('n_acc,loss', [(32,torch.nn.CrossEntropyLoss()), (24,torch.nn.MSELoss()), (24,a_sum)], ids=['classes','elements','sum'])
+def test_accumulation_goes_on_in_the_next_epoch(n_acc, loss):
+    "24: fastai divides the sum over 32 samples by it"
+    want = goes_on_accumulating(n_acc, loss)
+    for got in run_ranks(goes_on_accumulating, 2, n_acc, loss): close(got, want, 1e-6)
 
 slow,found = asking(votes, all_cases),asking(mixes, collects, logs, wandb, saves, finds, accumulates, find_fails, ends_early)

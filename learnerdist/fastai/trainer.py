@@ -188,7 +188,10 @@ class Accumulated:
         learn = self.engine.learn
         own = find_bs(learn.yb)
         learn.loss_grad = learn.loss_grad*(self.rows/own)
-        if self.engine.loop.step.is_last: acc.count += self.rows-own
+        loop = self.engine.loop
+        # a sum, which `weigh` compares with what it has become
+        if loop.part.loss is not None: loop.part.loss = loop.part.loss*(self.rows/acc.n_acc)
+        if loop.step.is_last: acc.count += self.rows-own
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
 class EpochLosses:
