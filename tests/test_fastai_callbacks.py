@@ -525,7 +525,8 @@ def goes_on_accumulating(n_acc, loss):
     with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(seed=1): learn.fit(2)
     return [*learn.model.parameters()][0].detach(),[float(o) for o in learn.recorder.losses]
 
-@pytest.mark.parametrize('n_acc,loss', [(32,torch.nn.CrossEntropyLoss()), (24,torch.nn.MSELoss()), (24,a_sum)], ids=['classes','elements','sum'])
+@pytest.mark.parametrize('n_acc,loss', [(32,torch.nn.CrossEntropyLoss()), (24,torch.nn.MSELoss()), (24,a_sum)],
+                         ids=['classes','elements','sum'])
 def test_accumulation_goes_on_in_the_next_epoch(n_acc, loss):
     "24: fastai divides the sum over 32 samples by it"
     want = goes_on_accumulating(n_acc, loss)

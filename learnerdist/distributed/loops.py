@@ -490,7 +490,7 @@ class TrainingLoop(Loop):
         if ends and (self.part.kind or kind_of(loss_over(self.learn))).corrects: self._correct(step, res)
         step.is_over = True
         if step.scope is not None: self._clear_step()
-        self._put_back(step)
+        if step.kept: self._put_back(step)
         group.n = 0 if ends else step.total
         group.begun = not group.is_last or group.begun and not ends
 
