@@ -387,11 +387,6 @@ class TrainingLoop(Loop):
 
     # --- the events of a batch ---
 
-    def begin_batch(self):
-        "Before a batch, before other callbacks"
-        if self.engine.self_check.due: self.engine.self_check.note()
-        if self.evaluation: self.evaluation.begin_batch()
-
     def check_batch(self):
         "Before its forward pass, after other callbacks: the self-check, once a fit. Sync point then"
         check = self.engine.self_check

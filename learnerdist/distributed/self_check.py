@@ -6,8 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc03
-import logging,pickle,random
+import logging,random
 from collections import OrderedDict
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from ..core.collectives import gather_objects
 from ..core.compat import BatchNorm,Dropout,compiled_call,compiled_inside
-from ..core.compat import tree_leaves,tree_map,version
+from ..core.compat import tree_leaves,tree_map
 from ..core.env import group_rank,group_size
 from ..core.random import rng_state,same_streams,shared_rng,untouched
 from ..core.stacks import need
 from .comparison import reader
-from ..data.loaders import call_model,split_batch,to_cpu,to_device
+from ..data.loaders import call_model,split_batch,to_device
 from ..learner.learner import Learner,get_model
 from ..learner import losses
 from ..learner.losses import MeanOver,copied,cut,loss_over
@@ -37,36 +38,23 @@ def _kind(item):
     size = sum(o.numel() for o in tree_leaves(item[-1]) if isinstance(o, Tensor))
     return [size,*[str(getattr(o, 'shape', '')) for o in item],str(item[-1])]
 
-def sent(o):
-    "What another rank gets; an error if it cannot be sent, as tensors of float8, which cannot be unpickled"
-    return pickle.loads(pickle.dumps(o))
-
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc06r
-def read_items(learn, n:int=2):
-    """`n` samples of the training data for this rank, drawn from all of it: of twice as many those whose targets differ
-    most. None if it cannot be read sample by sample, or samples not be sent. Random streams are left as they are"""
+def read_items(learn, n:int)->list:
+    """Samples of the training data, the same on all ranks: of `4*n`, drawn from all of it, the `2*n` whose targets
+    differ most. ValueError if they are not read one by one"""
     dl = _loader(learn)
     read = reader(dl)
-    if read is None: return None
+    need(read is not None, 'samples are not read one by one')
     k = len(dl.dataset)
-    drawn = random.Random(k).sample(range(k), min(k, 2*n*group_size()))
-    at = [drawn[(2*n*group_rank()+i)%len(drawn)] for i in range(2*n)]
-    try:
-        with shared_rng(group_rank()): res = sorted([read(i) for i in at], key=_kind)
-        # a row may be a view, which would take the whole data set along
-        return sent(copied([*res[:n-n//2],*res[-(n//2):]]))
-    except Exception as e: log.debug('samples cannot be read one by one: %r', e)
+    drawn = random.Random(k).sample(range(k), min(k, 4*n))
+    with shared_rng(0): res = sorted([read(drawn[i%len(drawn)]) for i in range(4*n)], key=_kind)
+    return [*res[:n],*res[-n:]]
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc06c
 def drawn_since(before)->bool:
     "Whether random numbers were drawn since a result of `rng_state`"
     now = rng_state()
     return not same_streams(before, now) or now[3] is not None and not now[3].equal(before[3])
-
-def joined(parts:list):
-    "The samples of several batches of the same structure as one"
-    leaves = iter([torch.cat(os) for os in zip(*map(tree_leaves, parts))])
-    return tree_map(lambda o: next(leaves), parts[0])
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc06b
 def collated(learn, items:list):
@@ -163,39 +151,25 @@ def reached(loss)->set:
     return found
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc14
-class Samples(NamedTuple):
-    "What a rank gives to the check"
-    # Two samples, as the data set has them; None: they cannot be read one by one
-    items:list=None
-    # The first two samples of its batch, as callbacks have made them; None: it cannot be cut
-    rows:tuple=None
-    changed:bool=False # Whether a callback has changed its batch
-    n:int=1            # Number of samples in its batch; 0: it has cancelled the batch
+def read_parts(learn, n:int)->list:
+    """The batches that the check compares, as the loader makes them: (inputs, targets, number) of all samples, then of
+    each of `n` parts"""
+    items = read_items(learn, n)
+    parts = [items[i:i+2] for i in range(0, 2*n, 2)]
+    return [(*collated(learn, o), len(o)) for o in (items,*parts)]
 
-def parts_of(learn, every:list)->list:
-    """The batches that the check compares, from `Samples` of all ranks: (inputs, targets, number) of all samples, then
-    of each part, as the loader makes them, or cut from those of the ranks. ValueError if there are none"""
-    cap = max(8, max(o.n for o in every))//2 # together no larger than a batch
-    n = next((k for k in range(min(len(every), cap), 1, -1) if len(every)%k==0), len(every))
-    if not any(o.changed for o in every) and all(o.items for o in every):
-        try:
-            # targets of other sizes or classes show what the loss counts
-            items = sorted(sum([o.items for o in every[:n]], []), key=_kind)
-            parts = [items[i:i+2] for i in range(0, len(items), 2)]
-            return [(*collated(learn, o), len(o)) for o in (items,*parts)]
-        except Exception as e: log.debug('samples cannot be collated: %r', e)
-    rows = [to_device(o.rows, learn.device) for o in every if o.rows is not None][:n]
-    need(len(rows)>1 and all(o.rows is not None for o in every if o.n), 'batches cannot be cut')
-    return [(*o, len(tree_leaves(o)[0])) for o in (joined(rows),*rows)]
+def cut_parts(learn, n:int)->list:
+    "As `read_parts`, cut from this rank's batch: samples cannot be read, or callbacks make what the model takes"
+    b = tuple(learn.xb),tuple(learn.yb)
+    rows = losses.batch_rows(learn)
+    size = min(rows//n, 2)
+    need(size, 'the batch is too small to be cut')
+    return [(*cut(b, rows, i, j), j-i) for i,j in [(0,n*size),*[(k*size,k*size+size) for k in range(n)]]]
 
-class Result(NamedTuple):
+class Verdict(NamedTuple):
     "What a rank has found"
-    whole:tuple # `numbers` of all samples
-    part:tuple # Of its own
-    n_parts:int # Ranks from this one on have computed a part again
-    tol:float # Relative difference that is rounding
-    mixes:bool
-    draws:bool # Whether the loss draws random numbers
+    kind:str # How the loss follows from those of parts, see `follows`; None: not known
+    mixes:bool # Whether the model mixes samples
     says:bool # Whether the loss says what it counts
     unused:list # Names of parameters
 
@@ -204,7 +178,6 @@ class SelfCheck:
     "Checks model and loss in the first training batch of a fit, and of an epoch with another loss function"
     def __init__(self, engine):
         self.engine = engine
-        self.loaded = None # The tensors of the batch, before callbacks change it
         self.checked = [] # Loss functions of this fit
         self.due = False # Whether the next batch is checked
     def begin_fit(self):
@@ -217,49 +190,42 @@ class SelfCheck:
         is_new = loss_over(learn).kind=='unknown' and not is_checked
         self.due = bool(self.engine.findings.mode) and (is_new or not self.checked)
 
-    def note(self):
-        "Before callbacks change a batch"
-        self.loaded = _versions(self.engine.learn)
-
     def __call__(self, cancelled=False):
         "Check a batch that is `due`, before its forward pass; `cancelled`: this rank has cancelled it. Sync point"
-        learn = self.engine.learn
-        sharded = self.engine.sharded is not None
-        every = gather_objects(Samples() if sharded else self._samples(cancelled))
-        if not any(o.n for o in every): return # all have cancelled: the next batch
-        self.checked.append(learn.loss_func)
+        e = self.engine
+        found = None
+        if not e.sharded: found = self._look() # else the engine warns if the loss shows no count
+        every = gather_objects((cancelled,found))
+        if all(o for o,_ in every): return # the next batch
+        self.checked.append(e.learn.loss_func)
         self.due = False
-        if any(o.changed or o.items or o.rows for o in every): self._judge(gather_objects(self._result(every)))
-        else: log.debug('nothing can be compared') # the engine warns if the loss shows no count
+        if not e.sharded: self._judge(every[0][1])
 
-    def _samples(self, cancelled):
-        learn = self.engine.learn
-        if cancelled: return Samples(read_items(learn), n=0)
-        rows = None
-        n = losses.batch_rows(learn)
-        try: rows = sent(copied(to_cpu(cut((tuple(learn.xb),tuple(learn.yb)), n, 0, min(n, 2)))))
-        except Exception as e: log.debug('the batch cannot be cut, or not be sent: %r', e)
-        return Samples(read_items(learn), rows, self.loaded!=_versions(learn), n)
-
-    def _result(self, every):
+    def _look(self)->Verdict:
         "None if it cannot be computed: neither in evaluation nor in training"
-        for training in (False,True):
-            try: return self._compare(*parts_of(self.engine.learn, every), training=training)
+        W = group_size()
+        n = next(k for k in range(2, W+1) if W%k==0) # ranks compute each part equally often
+        for training,make in product((False,True), (read_parts,cut_parts)):
+            try: return self._compare(*make(self.engine.learn, n), training=training)
             except Exception as e: log.debug('the self-check could not be computed: %r', e)
 
     def _compare(self, every, *parts, training):
         learn = self.engine.learn
-        r = group_rank()%len(parts)
-        sizes,n = [o[-1] for o in parts],every[-1]
+        n,m = every[-1],parts[0][-1]
         whole = computed(learn, *every, training)
-        pred = None
-        i = sum(sizes[:r])
-        if whole.draws and whole.loss is not None: pred = cut(whole.pred, n, i, i+sizes[r])
-        own = computed(learn, *parts[r], training, pred)
-        pairs = zip(tree_leaves(whole.pred), tree_leaves(own.pred))
-        mixes = not (whole.draws or own.draws) and any(far(a, b, n, sizes[r]) for a,b in pairs)
-        found = mixes,whole.loss_draws,whole.says,self._unused(whole.loss, every)
-        return Result(whole.numbers, own.numbers, len(parts), losses.tolerance(whole.loss), *found)
+        numbers,preds = {},[]
+        for i in range(len(parts)):
+            k = (i+group_rank())%len(parts) # all parts at a time over ranks, for a collective of the model
+            pred = None
+            if whole.draws and whole.loss is not None: pred = cut(whole.pred, n, k*m, k*m+m)
+            own = computed(learn, *parts[k], training, pred)
+            numbers[k] = own.numbers
+            preds += zip(tree_leaves(whole.pred), tree_leaves(own.pred))
+        mixes = not whole.draws and any(far(a, b, n, m) for a,b in preds)
+        kind = None
+        if whole.loss is not None and not whole.loss_draws:
+            kind = losses.follows(whole.numbers, [*numbers.values()], losses.tolerance(whole.loss))
+        return Verdict(kind, mixes, whole.says, self._unused(whole.loss, every))
 
     def _unused(self, loss, b):
         "Names of the trained parameters that the loss does not depend on, in evaluation and in training"
@@ -274,38 +240,27 @@ class SelfCheck:
 
     def _judge(self, found):
         learn,findings = self.engine.learn,self.engine.findings
-        one = found[0]
-        kind = None
-        over,done = loss_over(learn),None not in found
-        if done and not any(o.draws for o in found) and one.whole[0] is not None:
-            parts = [o.part for o in found[:one.n_parts]]
-            tol = max(o.tol for o in found)
-            kind = losses.follows(one.whole, parts, tol)
-        if over.kind=='unknown' and kind is not None:
-            known = kind
-            if one.says: known = 'items'
-            elif kind=='other': known = 'samples'
-            losses.set_loss_over(learn, MeanOver(known))
-        if done and one.unused: self.engine.replica.set_aside(one.unused, findings)
+        kind,mixes,says,unused = found or Verdict(None, False, False, [])
+        over = loss_over(learn)
+        is_unknown = over.kind=='unknown'
+        if is_unknown and kind:
+            known = 'samples' if kind=='other' else kind
+            losses.set_loss_over(learn, MeanOver('items' if says else known))
+        if unused: self.engine.replica.set_aside(unused, findings)
         name = getattr(learn.loss_func, '__name__', type(learn.loss_func).__name__)
-        if done and any(o.mixes for o in found):
+        if mixes:
             model = type(get_model(learn.model)).__name__
-            findings('mixes-samples', mixes.format(model, group_size()))
-        elif kind=='other' and (over.kind=='unknown' or hasattr(learn.loss_func, 'n_items')):
+            findings('mixes-samples', _mixes.format(model, group_size()))
+        elif kind=='other' and (is_unknown or hasattr(learn.loss_func, 'n_items')):
             counted = ' or over what n_items counts' if over.count else ''
-            findings('loss-not-mean', not_mean.format(name, counted))
-        elif kind is None and over.kind=='unknown' and not (done and one.says):
-            findings('loss-unknown', unknown.format(name), 'once')
+            findings('loss-not-mean', _not_mean.format(name, counted))
+        elif is_unknown and not (kind or says): findings('loss-unknown', _unknown.format(name), 'once')
 
-mixes = ('predictions of {} depend on which other samples are in the batch, or on its padding. On {} ranks these are '
-         'those of one rank. If the model needs those of all, let it use gather_with_grad(x)')
-remedy = ('Samples count alike. If it is a mean over other things, give it an attribute n_items, a function of (pred, '
-          '*targs), or return (sum, count). If it needs the global batch, let it work on gather_with_grad(pred), '
-          "and set n_items = 'whole'")
-not_mean = ('the loss {} of a batch does not follow from its values on parts of it: it is no mean over samples{}, and '
-            f'no sum. {remedy}')
-unknown = f'what the loss {{}} is the mean over is not known: it could not be compared with parts of a batch. {remedy}'
-
-def _versions(learn):
-    ts = [o for o in tree_leaves((tuple(learn.xb),tuple(learn.yb))) if isinstance(o, Tensor)]
-    return [(id(o),version(o)) for o in ts]
+_mixes = ('predictions of {} depend on which other samples are in the batch, or on its padding. On {} ranks these are '
+          'those of one rank. If the model needs those of all, let it use gather_with_grad(x)')
+_remedy = ('Samples count alike. If it is a mean over other things, give it an attribute n_items, a function of (pred, '
+           '*targs), or return (sum, count). If it needs the global batch, let it work on gather_with_grad(pred), '
+           "and set n_items = 'whole'")
+_not_mean = ('the loss {} of a batch does not follow from its values on parts of it: it is no mean over samples{}, and '
+             f'no sum. {_remedy}')
+_unknown = f'what the loss {{}} is the mean over is not known: it could not be compared with parts of a batch. {_remedy}'
