@@ -13,14 +13,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor,nn
-from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from ..core.collectives import broadcast_object,gather_same,to_host
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank
 from ..core.random import Generators,held,map_seeded
-from ..core.shards import exchange_params,groups_of,is_sharded
+from ..core.shards import exchange_params,is_sharded
 from ..core.stacks import coded,need,warn
 from ..data.distributed_dl import is_split,loader_parts,sample_hash
 from ..data.loaders import batch_shape,data_len
@@ -54,16 +53,6 @@ def _bits_of(o):
     try: return tensor_hash(o)
     except Exception as e: log.debug('a tensor cannot be compared: %r', e)
 
-def differences(named:dict, gather=gather_same)->dict:
-    """Compare tensors, by their hashes, and other values by name across ranks: for each that differs, the ranks that
-    differ from the first one that has it. Sync point: one exchange"""
-    every = gather(dict(zip(named, hashes(named.values()))))
-    res = {}
-    for k in dict.fromkeys(chain(*every)):
-        have = {r: o[k] for r,o in enumerate(every) if k in o}
-        if bad := [r for r,h in have.items() if h!=[*have.values()][0]]: res[k] = bad
-    return res
-
 # %% ../../nbs/distributed/02_comparison.ipynb #c024c
 def digest(state)->tuple:
     "Hashes of the tensors and texts of the other values of a nested `state`, to compare states"
@@ -83,11 +72,12 @@ def compared(model, but=())->dict:
 # %% ../../nbs/distributed/02_comparison.ipynb #70b5ade9
 def unequal(every:list, missing=None)->dict:
     """From short values by name of each rank to the values of all ranks where these differ. missing: what a rank has of
-    a name that others have"""
+    a name that others have; None: what a rank has not, or cannot compare, does not differ"""
     res = {}
     if all(o is every[0] for o in every): return res # see `gather_same`
     for k in dict.fromkeys(chain(*every)):
         vals = [o.get(k, missing) for o in every]
+        if missing is None and None in vals: continue
         if any(_differ(o, vals[0]) for o in vals): res[k] = vals
     return res
 
@@ -107,7 +97,7 @@ def data_of(dls:list)->dict:
     named = dict(zip(('training data','validation data'), dls))
     return {k: dl for k,dl in named.items() if hasattr(dl, 'dataset') and not is_split(dl)}
 
-def few_samples(dls:list, most:int=2)->dict:
+def few_samples(dls:list, most:int=8)->dict:
     """By name: hashes of some samples of the training and of the validation data, for which all ranks draw the same
     numbers. Data sets with generators of their own are left alone"""
     res = {}
@@ -158,14 +148,12 @@ def same_data(dls:list, findings, gather=gather_same):
     report it if they seem to differ otherwise. Sync point"""
     named = {}
     for name,dl in data_of(dls).items(): named[f'len({name})'] = data_len(dl.dataset)
-    found = {k: v for k,v in unequal(gather(named|few_samples(dls, 8))).items() if None not in v}
+    found = unequal(gather(named|few_samples(dls)))
     if not found: return
-    text = f'the ranks have different data: {describe_unequal(found)}; {_drawn_data}'
+    text = f'the ranks have different data: {describe_unequal(found)}; is something drawn without a seed, or made from a '
+    text += 'set? Make it alike on all ranks'
     if any(k.startswith('len(') for k in found): raise ValueError(coded('different-data', text))
-    findings.reported.add(('different-data','samples')) # see `compare_weights`
     findings('different-data', f'{text}, or use distrib_ctx(checks=False) if this is intended')
-
-_drawn_data = 'is something drawn without a seed, or made from a set? Make it alike on all ranks'
 
 # %% ../../nbs/distributed/02_comparison.ipynb #1cc5e052
 def state_of(opt): return None if opt is None else opt.state_dict()
@@ -220,12 +208,10 @@ def need_equal(every:list, cbs=()):
     """Raise ValueError unless all ranks have the same. every: values by name, of each rank; cbs: names of callbacks of
     each rank, of which one may have more than others, such as one that logs"""
     found = unequal(every, 'none')
-    most = max(cbs, key=len, default=())
-    for own in cbs:
-        rest = iter(most)
-        shared = set.intersection(*map(set, cbs))
-        if all(o in rest for o in own): continue
-        found['callbacks'] = [', '.join([k for k in o if k not in shared] or o) for o in cbs]
+    names = [{*own} for own in cbs]
+    if names and set.union(*names) not in names: # else one rank has all
+        shared = set.intersection(*names)
+        found['callbacks'] = [', '.join(k for k in own if k not in shared) or 'none' for own in cbs]
     what = f'the ranks train differently: {describe_unequal(found)}'
     text = f'{what}. Give all the same; what is drawn, as by the sampler of a sweep, needs a seed'
     if found: raise ValueError(coded('different-settings', text))
@@ -268,32 +254,25 @@ def options_of(cbs)->dict:
     return res
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp05
-_kinds = nn.Module,Optimizer
-
-def objects_beside(learn)->dict:
-    "By name: modules and optimizers that callbacks hold, also in lists, and a loss that is a module"
-    own = {*map(id, (get_model(learn.model),learn.model,learn.opt))}
+def modules_beside(learn)->dict:
+    "By name: modules that callbacks hold, also in lists, and a loss that is one"
     found = dict(loss_func=learn.loss_func)
     for cb in learn.cbs:
-        name = cb.name
         for k,v in vars(cb).items():
-            found[f'{name}.{k}'] = v
+            found[f'{cb.name}.{k}'] = v
             inner = held(v) if type(v) in (list,tuple,dict) else {}
-            found |= {f'{name}.{k}[{i!r}]': o for i,o in inner.items() if isinstance(o, _kinds)}
-    return {k: o for k,o in found.items() if isinstance(o, _kinds) and id(o) not in own}
+            found |= {f'{cb.name}.{k}[{i!r}]': o for i,o in inner.items()}
+    own = get_model(learn.model),learn.model
+    return {k: o for k,o in found.items() if isinstance(o, nn.Module) and o not in own}
 
 def tensors_beside(learn, batchnorm=True)->dict:
-    "By name: parameters and buffers, with or without those of `batchnorm`, of `objects_beside`; not those of the model"
+    "By name: parameters and buffers, with or without those of `batchnorm`, of `modules_beside`; not those of the model"
     model = get_model(learn.model)
     res = {}
     seen = {*map(id, (*model.parameters(),*model.buffers()))}
-    # modules first: they have names for the parameters of optimizers
-    for k,o in sorted(objects_beside(learn).items(), key=lambda o: isinstance(o[1], Optimizer)):
-        if isinstance(o, nn.Module): named = compared(o, () if batchnorm else unsynced(o))
-        else: named = {f'params[{i}]': p for i,p in enumerate(chain(*groups_of(o)))}
-        for name,t in named.items():
+    for k,o in modules_beside(learn).items():
+        for name,t in compared(o, () if batchnorm else unsynced(o)).items():
             if id(t) not in seen and not t.is_meta: res[f'{k}.{name}'] = t
-        seen |= {*map(id, named.values())}
     return res
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp08
@@ -323,19 +302,19 @@ def compare_weights(learn, n_steps:int, findings, gather=gather_same):
     buffers and tensors of other modules. Sync point"""
     own,named = unsynced(learn.model),{} # own: which a copy of the model has, too
     order = order_of(learn.dl)
-    samples = few_samples(learn.runner.loaders.sources) if findings.mode else {}
     if findings.mode: named = tensors_beside(learn, not own)
-    found = differences(named|compared(learn.model, own)|order|samples, gather)
-    if samples.keys()&found.keys(): findings('different-data', _redrawn, 'samples')
+    named |= compared(learn.model, own)|order
+    found = unequal(gather(dict(zip(named, hashes(named.values())))))
     if order.keys()&found.keys(): findings('different-orders', drawn_alone(learn.dl), 'orders')
     bad = next((k for k,_ in learn.model.named_parameters() if k in found), None)
-    at = f'after {n_steps} steps of this epoch {bad} differs between rank 0 and'
-    if bad: raise RuntimeError(coded('weights-differ', f'{at} {found[bad]}: {_changed_alone}'))
-    new = [k for k in found if k not in (*findings.reported,*order,*samples)]
+    if bad:
+        ranks = [r for r,h in enumerate(found[bad]) if h!=found[bad][0]]
+        at = f'after {n_steps} steps of this epoch {bad} differs between rank 0 and {ranks}'
+        raise RuntimeError(coded('weights-differ', f'{at}: {_changed_alone}'))
+    new = [k for k in found if k not in (*findings.reported,*order)]
     findings.reported.update(new)
     if new: findings('ranks-differ', f'{few(new)}: each rank has computed this {_own_batches}')
 
-_redrawn = f'samples with the same number differ between ranks; {_drawn_data}'
 _changed_alone = ('something changes it on one rank and not on the others, such as a callback, or a backward pass or '
     'another optimizer (SAM, LBFGS, GANs), whose gradients no one averages: average_grads(params) does')
 _own_batches = ('from its own batches, which is not what one process computes. Exchange it where it is computed: '

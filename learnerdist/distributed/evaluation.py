@@ -11,7 +11,7 @@ from itertools import chain
 from operator import is_not
 
 import numpy as np,torch
-from torch import Tensor,nn
+from torch import Tensor
 
 from ..core.collectives import gather_objects,reduce_sums
 from ..core.compat import metric_state,tree_leaves,version
@@ -21,7 +21,7 @@ from ..core.stacks import coded,need
 from ..core.random import undoing,untouched
 from ..data.loaders import call_model,to_cpu,to_detach,to_device
 from ..data.rows import as_samples
-from .comparison import drawn_alone,few,objects_beside
+from .comparison import drawn_alone,few,modules_beside
 from .gather_rows import gather_batches,storage,taking_turns
 from .shares import is_share,step_rows
 from ..learner.learner import get_model
@@ -248,8 +248,7 @@ def listing_metrics(learn)->dict:
     """By name, torchmetrics objects that callbacks hold, and whose state is a list: None without a batch, else whether
     another rank needs one, to gather them"""
     res = {}
-    for name,o in objects_beside(learn).items():
-        if not isinstance(o, nn.Module): continue
+    for name,o in modules_beside(learn).items():
         for k,m in o.named_modules(prefix=name):
             state = [getattr(m, s) for s in metric_state(m)]
             lists = [v for v in state if isinstance(v, list)]

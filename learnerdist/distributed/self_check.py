@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.collectives import gather_objects
 from ..core.compat import BatchNorm,Dropout,compiled_call,compiled_inside
-from ..core.compat import tree_leaves,tree_map
+from ..core.compat import tree_leaves
 from ..core.env import group_rank,group_size
 from ..core.random import rng_state,same_streams,shared_rng,untouched
 from ..core.stacks import need
@@ -67,11 +67,7 @@ def collated(learn, items:list):
         b = to_device(collate(items), learn.device)
         for f in after if isinstance(after, list) else [after]: b = f(b)
         need(not drawn_since(before), 'the loader draws random numbers for a batch')
-    dtypes = {o.dtype for o in tree_leaves(tuple(learn.xb)) if _is_float(o)} # callbacks may cast
-    if len(dtypes)==1: b = tree_map(lambda o: o.to(*dtypes) if _is_float(o) else o, b)
     return split_batch(b, getattr(learn.dl, 'n_inp', getattr(learn.dls, 'n_inp', None)))
-
-def _is_float(o): return isinstance(o, Tensor) and o.is_floating_point()
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc09b
 def _quiet(model, training):
@@ -128,7 +124,7 @@ def computed(learn, xb, yb, n, training=False, pred=None)->Outcome:
 def far(whole, part, n:int, m:int)->bool:
     """Whether a tensor of the prediction for all `n` samples differs beyond rounding from one for `m` of them; False
     also where they cannot be compared. Rows may come in another order: anchors, then positives"""
-    if not (_is_float(part) and isinstance(whole, Tensor)): return False
+    if not (isinstance(part, Tensor) and part.is_floating_point() and isinstance(whole, Tensor)): return False
     if whole.ndim!=part.ndim or not whole.isfinite().all(): return False
     dims = [d for d in range(part.ndim) if part.shape[d]!=whole.shape[d]]
     if len(dims)!=1 or whole.shape[dims[0]]*m!=part.shape[dims[0]]*n: return False
@@ -170,7 +166,6 @@ class Verdict(NamedTuple):
     "What a rank has found"
     kind:str # How the loss follows from those of parts, see `follows`; None: not known
     mixes:bool # Whether the model mixes samples
-    says:bool # Whether the loss says what it counts
     unused:list # Names of parameters
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc16
@@ -225,7 +220,8 @@ class SelfCheck:
         kind = None
         if whole.loss is not None and not whole.loss_draws:
             kind = losses.follows(whole.numbers, [*numbers.values()], losses.tolerance(whole.loss))
-        return Verdict(kind, mixes, whole.says, self._unused(whole.loss, every))
+        if whole.says and kind!='other': kind = 'items'
+        return Verdict(kind, mixes, self._unused(whole.loss, every))
 
     def _unused(self, loss, b):
         "Names of the trained parameters that the loss does not depend on, in evaluation and in training"
@@ -240,12 +236,11 @@ class SelfCheck:
 
     def _judge(self, found):
         learn,findings = self.engine.learn,self.engine.findings
-        kind,mixes,says,unused = found or Verdict(None, False, False, [])
+        kind,mixes,unused = found or Verdict(None, False, [])
         over = loss_over(learn)
         is_unknown = over.kind=='unknown'
         if is_unknown and kind:
-            known = 'samples' if kind=='other' else kind
-            losses.set_loss_over(learn, MeanOver('items' if says else known))
+            losses.set_loss_over(learn, MeanOver('samples' if kind=='other' else kind))
         if unused: self.engine.replica.set_aside(unused, findings)
         name = getattr(learn.loss_func, '__name__', type(learn.loss_func).__name__)
         if mixes:
@@ -254,7 +249,7 @@ class SelfCheck:
         elif kind=='other' and (is_unknown or hasattr(learn.loss_func, 'n_items')):
             counted = ' or over what n_items counts' if over.count else ''
             findings('loss-not-mean', _not_mean.format(name, counted))
-        elif is_unknown and not (kind or says): findings('loss-unknown', _unknown.format(name), 'once')
+        elif is_unknown and not kind: findings('loss-unknown', _unknown.format(name), 'once')
 
 _mixes = ('predictions of {} depend on which other samples are in the batch, or on its padding. On {} ranks these are '
           'those of one rank. If the model needs those of all, let it use gather_with_grad(x)')
