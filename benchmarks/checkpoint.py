@@ -67,7 +67,7 @@ def checksums(gib):
         skeleton,rows = split_rows(dict(w=like))
         parts = {f'rows_{r}': dict(rows=rows)}|({} if r else dict(model=skeleton, state=dict(opt={})))
         info,writers = dict(run='', epoch=0, step=0, shards=W),Writers(r, W, 'a')
-        write_snapshot(d/'epoch_0000-step_00000000', parts, info, writers=writers).result()
+        write_snapshot(d/'epoch_0000-step_00000000', parts, info, writers=writers)
         distrib_barrier()
         t = time.perf_counter()
         if r==0:

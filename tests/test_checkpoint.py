@@ -92,8 +92,7 @@ def test_a_writer_whose_store_has_ended_waits_for_nothing(tmp_path, monkeypatch)
         def set(self, *args): raise RuntimeError('Broken pipe')
     monkeypatch.setattr(snapshot, 'shared_store', Gone)
     writers = snapshot.Writers(1, 2, 'token')
-    done = snapshot.write_snapshot(tmp_path/'a', dict(rows_1={}), {}, background=True, writers=writers)
-    with pytest.raises(RuntimeError, match='Broken pipe'): done.result(20)
+    with pytest.raises(RuntimeError, match='Broken pipe'): snapshot.write_snapshot(tmp_path/'a', dict(rows_1={}), {}, writers)
 
 mid,end = 'epoch_0000-step_00000003','epoch_0001-step_00000005'
 

@@ -80,7 +80,7 @@ kinds = [damage,swap_some,code,odd]
 @pytest.fixture(scope='module')
 def two(tmp_path_factory):
     path = tmp_path_factory.mktemp('two')
-    for i,name in enumerate(names, 1): snapshot.write_snapshot(path/name, parts(i), dict(epoch=0, step=i)).result()
+    for i,name in enumerate(names, 1): snapshot.write_snapshot(path/name, parts(i), dict(epoch=0, step=i))
     return path
 
 @pytest.mark.parametrize('kind', kinds, ids=lambda o: o.__name__)

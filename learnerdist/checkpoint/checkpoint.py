@@ -34,7 +34,7 @@ from .callback_state import horizons,packed,state_of_rank,settle,states_of,unpac
 from .position import PlacedLoader,go_back,place_in_epoch,set_streams,streams_now
 from .position import between_epochs,end,validation
 from .snapshot import Found,Writers,on_cpu,to_plain
-from .where import Files,RankPart,open_memory
+from .where import Files,open_memory
 
 _all_ = ['Preempted']
 
@@ -184,20 +184,19 @@ class FitState:
             own['streams'] = packed(drawn, 'streams')
         return dict(place=at, cbs=cbs, own=own)
 
-    def part(self, captured, where)->RankPart:
-        """What this rank writes of a state: all, if it leads in `where`; of a sharded model, the rows that it has;
-        None: nothing. Sync point"""
+    def write(self, captured, where):
+        """Write in `where` what this rank has of a state: all, if it leads there; of a sharded model its rows, or
+        nothing. Sync point"""
         every = gather_objects(captured['own'], 0 if where.is_alone else None)
         like = a_part(self.model)
         self.n_states += 1
         i,n,again = (0,1,not where.leads) if like is None else shard_position(like)
-        if again: return None
+        if again: return
         at = captured['place']
         info = dict(epoch=at['epoch'], step=at['step'], place=at, config=self.config)
         if like is not None: info['shards'] = n
-        parts = self.files(i, captured['cbs'], every)
         writers = Writers(i, n, f'{self.token}{self.n_states:x}')
-        return RankPart(parts, to_plain(info, 'manifest'), writers)
+        where.write(self.files(i, captured['cbs'], every), to_plain(info, 'manifest'), writers)
 
     def files(self, i:int, cbs:dict, ranks:list)->dict:
         "By name, what the files hold that rank `i` writes: its rows of a sharded model; rank 0 the rest"
@@ -477,8 +476,7 @@ class Checkpoint(Callback):
     def _save(self, where, captured):
         # on all ranks, before they meet: then all machines have the state before
         where.wait(where.n_on_the_way)
-        part = self.state.part(captured, where)
-        if part: where.write(part)
+        self.state.write(captured, where)
 
     def _leave(self):
         lost = self.files.wait()
@@ -500,7 +498,7 @@ class Checkpoint(Callback):
             ends.callback(self.when.requests.close, self.when.stopping and is_script)
             memory,self.memory = self.memory,None
             try:
-                if memory: memory.wait()
+                if memory: memory.close()
                 self.files.close()
             # the fit ends by another error, or this one was raised already
             except Exception as e: warn('not-saved', str(e))

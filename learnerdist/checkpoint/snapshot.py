@@ -8,11 +8,9 @@ __all__ = []
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c002
 import errno,json,os,re,secrets,shutil,socket,tempfile,time,zlib
 from collections import deque
-from concurrent.futures import Future
 from contextlib import nullcontext,suppress
 from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -63,26 +61,20 @@ def on_cpu(o, copy:bool, memo:dict):
     return map_tensors(o, move)
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c011
-def write_snapshot(folder, parts:dict, info:dict, background=False, writers=None, keep=None, after=())->Future:
-    """Write a snapshot's folder, which appears when all its files are on the disk: a file for each of `parts`, which
-    `to_plain` gave, and a manifest with `info`. background: copy the tensors, return, and write in a thread; a remote
-    folder always does; keep: how many of the run stay; after: Futures of snapshots whose uploads go first. An OSError
-    in the Future says what was not written and why"""
-    background = background or isinstance(folder, Remote)
-    parts = {k: on_cpu(o, background, {}) for k,o in parts.items()}
-    done = Future()
-    args = done,folder,parts,info,writers or Writers(0, 1, secrets.token_hex(4)),keep,after
-    if background: Thread(target=_write, args=args, name='checkpoint').start()
-    else: _write(*args)
-    return done
-
-def _write(done, folder, parts, info, writers, keep, after):
+def write_snapshot(folder, parts:dict, info:dict, writers=None, keep=None):
+    """Write a snapshot's folder, which appears when all its files are on the disk: a file for each of `parts`, plain
+    data on the CPU, and a manifest with `info`. keep: how many of the run stay. An OSError says what was not written
+    and why"""
+    writers = writers or Writers(0, 1, secrets.token_hex(4))
     remote = isinstance(folder, Remote)
     tmp = folder.parent/f'.{folder.name}.{writers.token}.tmp'
     try:
         with own_folder(tempfile.gettempdir()) if remote else nullcontext(tmp) as tmp:
             files = {f'{k}.pt': _write_part(tmp/f'{k}.pt', parts.pop(k)) for k in [*parts]}
-            if remote: info = _upload(tmp, files, folder, info, writers, after)
+            # into a folder of this attempt: the manifest, which names it, replaces an older one in one step
+            if remote:
+                for o in files: (folder/writers.token/o).put(tmp/o)
+                info = dict(info, parts=writers.token)
             files = writers.meet(files)
             if writers.first: _publish(tmp, folder, dict(info, files=files))
         with suppress(RemoteError):
@@ -90,8 +82,11 @@ def _write(done, folder, parts, info, writers, keep, after):
     except BaseException as e:
         writers.fail(e)
         if writers.first and not remote: shutil.rmtree(tmp, ignore_errors=True)
-        done.set_exception(_not_written(e, folder))
-    else: done.set_result(None)
+        if isinstance(e, OSError): raise _not_written(e, folder) from e
+        raise
+
+def _write_part(path, state):
+    with whole_file(path) as tmp: return save_sealed(state, tmp)
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c011b
 def _upload(tmp, files, folder, info, writers, after):
@@ -154,7 +149,6 @@ def _sync(folder):
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c012b
 def _not_written(e, folder):
-    if not isinstance(e, OSError): return e
     why = f'{e.strerror}: the checkpoint was not written; earlier ones are as they were. Start again with resume=True'
     return type(e)(e.errno, why, str(folder))
 

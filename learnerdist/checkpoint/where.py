@@ -8,24 +8,18 @@ __all__ = []
 # %% ../../nbs/checkpoint/03_where.ipynb #whr03
 import hashlib,os,shutil
 from abc import ABC,abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import NamedTuple
 
 from ..core.collectives import gather_objects
 from ..core.env import group_size,is_rank0,local_rank,local_size
 from ..core.files import launcher_memory
 from ..core.remote import Remote
 from ..core.stacks import note_state,warn
-from .snapshot import Found,Writers,newest_good,open_folder,read_manifest,read_snapshot
+from .snapshot import Found,Writers,newest_good,on_cpu,open_folder,read_manifest,read_snapshot
 from .snapshot import snapshot_name,snapshots,write_snapshot
 
 # %% ../../nbs/checkpoint/03_where.ipynb #whr06
-class RankPart(NamedTuple):
-    "What a rank writes of a state"
-    parts:dict # Plain data, by the name of its file
-    info:dict  # Of the manifest
-    writers:Writers
-
 class Where(ABC):
     "A folder in which states of a fit are written, and read"
     leads:bool # Whether this rank writes what all ranks have
@@ -36,15 +30,19 @@ class Where(ABC):
         self.folder,self.keep = folder,keep
         self.background = background
         self.pending = [] # Futures of states that are being written
+        self.thread = ThreadPoolExecutor(1, 'checkpoint')
 
-    def write(self, part:RankPart):
-        "Write what this rank has of a state"
-        name = snapshot_name(part.info['epoch'], part.info['step'])
-        kw = dict(writers=part.writers, keep=self.keep, after=[*self.pending])
-        done = write_snapshot(self.folder/name, part.parts, part.info, self.background, **kw)
-        self.pending.append(done)
-        done.add_done_callback(lambda o: o.exception() or self.note(name))
-        if not self.background: self.wait()
+    def write(self, parts:dict, info:dict, writers:Writers):
+        """Write what this rank has of a state. parts: plain data, by the name of its file; info: of the manifest"""
+        # in the background of copies, which training does not change
+        parts = {k: on_cpu(o, self.background, {}) for k,o in parts.items()}
+        if self.background: self.pending.append(self.thread.submit(self._write, parts, info, writers))
+        else: self._write(parts, info, writers)
+
+    def _write(self, parts, info, writers):
+        name = snapshot_name(info['epoch'], info['step'])
+        write_snapshot(self.folder/name, parts, info, writers, self.keep)
+        self.note(name)
 
     def note(self, name:str):
         "The launcher reports at its end the newest state that outlives it. name: of a folder in this one"
@@ -53,6 +51,11 @@ class Where(ABC):
     def wait(self, n:int=0):
         "Wait until at most `n` states are being written; an error of a write is raised here"
         while len(self.pending)>n: self.pending.pop(0).result()
+
+    def close(self):
+        "Wait until all states are written"
+        try: self.wait()
+        finally: self.thread.shutdown()
 
     @abstractmethod
     def newest(self, like=None, after=None)->Found:
@@ -95,7 +98,7 @@ class Files(Where):
     def close(self):
         with ExitStack() as end: # also of a Ctrl-C while it waits
             if self.lock: end.callback(os.unlink, end.enter_context(self.lock).name)
-            self.wait()
+            super().close()
 
 # %% ../../nbs/checkpoint/03_where.ipynb #whr12
 class Memory(Where):
