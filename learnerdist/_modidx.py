@@ -1920,8 +1920,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'learnerdist/distributed/sharded.py'),
                                                  'learnerdist.distributed.sharded.Passes._end': ( 'distributed/sharded.html#passes._end',
                                                                                                   'learnerdist/distributed/sharded.py'),
-                                                 'learnerdist.distributed.sharded.Passes.begin_batch': ( 'distributed/sharded.html#passes.begin_batch',
-                                                                                                         'learnerdist/distributed/sharded.py'),
                                                  'learnerdist.distributed.sharded.Passes.end_batch': ( 'distributed/sharded.html#passes.end_batch',
                                                                                                        'learnerdist/distributed/sharded.py'),
                                                  'learnerdist.distributed.sharded.Passes.unwatch': ( 'distributed/sharded.html#passes.unwatch',

@@ -147,7 +147,7 @@ def differs(a, b):
     return max((float((torch.as_tensor(x, dtype=F64)-torch.as_tensor(y, dtype=F64)).abs().max()) for x,y in zip(xs, ys)), default=0.)
 
 class Twice(Callback):
-    "Predicts with two passes in evaluation"
+    "Predicts with two passes in evaluation, from its first batch on, which only one rank has"
     def after_pred(self):
         if not self.training: self.learn.pred = self.pred+self.model(-self.x)
 
@@ -155,7 +155,7 @@ def even(**kw): return case(**{**dict(n=31, bs=12), **kw}) # a batch size that 1
 def acc(n): return lambda W: GradientAccumulation(n)
 
 same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=even(n_valid=1),
-            few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(timeout_s=20)), twice=even(cbs=[lambda W: Twice()], n_valid=7),
+            few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(timeout_s=20)), twice=even(cbs=[lambda W: Twice()], n_valid=2, ctx=dict(timeout_s=20)),
             groups=even(splitter=two_groups, lr=[.01,.05]), lookahead=even(opt=ahead), clip=even(cbs=[lambda W: GradientClip(.5)]),
             frozen=even(model=partly_frozen), tied=even(model=tied),
             accumulation=even(cbs=[acc(24)]), odd=even(cbs=[acc(36)], n=56),

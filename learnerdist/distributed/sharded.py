@@ -164,46 +164,39 @@ def _refused(p):
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hf17431c
 class Passes:
-    """The forward passes of a sharded model, each of which gathers weights from all ranks. In evaluation a rank without
-    a batch runs as many as the others, with a batch of theirs"""
-    def __init__(self, model, blocks:list): # the model itself is the last one
+    """The forward passes of a sharded model, each of which gathers weights from all ranks. In evaluation a rank says
+    before each one that it comes, so that ranks without it run the model, too"""
+    def __init__(self, model, blocks:list, anyone): # the model itself is the last block; anyone: see `Runner`
         self.model,self.blocks = model,blocks
+        self.anyone = anyone
         self.alone = False # Whether code runs on rank 0 only, where the model cannot be called
         self.begun = False # Whether a batch of evaluation is computed
-        self.n,self.usual = 0,1 # Passes since it began, and in the last batch that had any
         self.handles = []
 
     def watch(self):
-        "Count passes; have nothing gathered after one"
+        "Announce passes; have nothing gathered after one"
         for m in self.blocks: self.handles.append(m.register_forward_pre_hook(self._check, prepend=True))
         self.handles.append(self.model.register_forward_hook(self._end))
 
     def unwatch(self):
         while self.handles: self.handles.pop().remove()
 
-    def _check(self, *_):
+    def _check(self, m, _):
         found = 'a callback calls the model on rank 0 only, which has a part of it'
         need(not self.alone, f'{found}: after the context')
+        if m is self.model and self.begun: self.anyone(True)
 
     def _end(self, *_):
-        self.n += 1
         if torch.is_grad_enabled(): return
         for m in self.blocks: m.reshard()
         forget_passes(self.model)
 
-    def begin_batch(self):
-        "Before a batch of evaluation"
-        self.begun,self.n = True,0
-
     @torch.no_grad()
     def end_batch(self, xb:tuple):
-        """After a batch of evaluation with the inputs `xb`, once: if this rank has not run the model, since it had no
-        batch or cancelled it, it does so now. Sync point"""
-        if not self.begun: return
+        """After a batch of evaluation: while other ranks run the model, so does this one, on the inputs `xb`. It has
+        fewer passes, no batch, or has cancelled it. Sync point"""
         self.begun = False
-        if self.n: self.usual = self.n
-        else:
-            for _ in range(self.usual): call_model(self.model, xb, self.model)
+        while self.anyone(False): call_model(self.model, xb, self.model)
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h16f05
 def with_shared(model, file)->dict:
@@ -273,7 +266,7 @@ class Sharded(Trained):
         # lists of modules that are gathered together
         self.groups = [*find_blocks(self.model, opts.blocks),[self.model]]
         self.blocks = [*chain(*self.groups)]
-        self.passes = Passes(self.model, self.blocks)
+        self.passes = Passes(self.model, self.blocks, engine.anyone)
         self.pairs = [] # (parameter before, its part)
         self.checked = False # Whether all weights had a gradient in this fit's first step
 
@@ -370,13 +363,12 @@ class Sharded(Trained):
 
     def begin_batch(self):
         "Before a batch of evaluation"
-        self.passes.begin_batch()
+        self.passes.begun = True
     def end_batch(self):
         "After it, or when it is cancelled. Sync point"
-        self.passes.end_batch(self.learn.xb)
+        if self.passes.begun: self.passes.end_batch(self.learn.xb)
     def join_batch(self, xb:tuple):
         "On a rank that has no more batch, while others have: run the model on inputs of theirs. Sync point"
-        self.passes.begin_batch()
         self.passes.end_batch(xb)
 
     def undo(self):
