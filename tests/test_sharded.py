@@ -123,7 +123,7 @@ def answers(key): return [o[key] for o in on_two_ranks()]
 def rank_answers():
     "All that is asked of two ranks, but for the runs of `same`"
     both = False,True
-    return dict(left_within=in_group(left_within, 2), left_by=left_by('raise'), lower=[in_group(lower, o) for o in both],
+    return dict(left_within=in_group(left_within, 2), left_by=left_by('raise'), late=[in_group(cancelled_late, o) for o in both], lower=[in_group(lower, o) for o in both],
                 half={(o,k): in_group(half, o, k) for o in both for k in ('fp16','bf16')},
                 refusals=refusals(), muon=in_group(muon), refused_within=refused_within(), offloaded=offloaded())
 
@@ -223,6 +223,19 @@ def cancelled(shard):
         with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': True} if shard else {})): learn.fit(1)
         res[f'{e} {x.__name__} {i} {rank}'] = dict(w=[p.detach().clone() for p in learn.model.parameters()], v=numbers(learn))
     return res
+
+def cancelled_late(shard):
+    "On one rank, after its backward pass, while the other one waits for it in the norm of the gradients"
+    res = []
+    for e,k in (('after_backward','fit'),('before_step','step')):
+        learn = make(case(n=16, n_valid=2, cbs=[lambda W: GradientClip(.5)]), group_size()).add_cb(Cancel(e, cancels[k]))
+        with learn.no_logging(), learn.distrib_ctx(seed=3, timeout_s=20, **({'shard': True} if shard else {})): learn.fit(1)
+        res.append([p.detach().clone() for p in learn.model.parameters()])
+    return res
+
+@needs_fsdp2
+def test_cancelled_late_with_a_norm():
+    for ddp,sharded in answers('late'): assert differs(ddp, sharded)<1e-9
 
 @pytest.mark.long
 @needs_fsdp2

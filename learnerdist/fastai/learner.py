@@ -17,6 +17,7 @@ from fastai import learner as fastai_learner
 from fastai.callback import core as fastai_core,progress as fastai_progress,tracker
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
+from fastai.callback.training import GradientClip
 from fastai.data.load import DataLoader
 from fastai.learner import Learner,noop
 from fastai.tabular.learner import TabularLearner
@@ -42,7 +43,7 @@ from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
 from ..learner.learner import check_fit,check_loss,get_model
-from ..learner.techniques import MixedPrecision,amp_flag,evaluate_loaded,evaluated_weights
+from ..learner.techniques import MixedPrecision,amp_flag,evaluate_loaded,evaluated_weights,meet_before_norm
 from ..learner.callback import Callback as CoreCallback
 from ..learner.loggers import say_alone
 
@@ -266,6 +267,13 @@ def fit(self:Learner,
 
 # %% ../../nbs/fastai/04_learner.ipynb #sav2b
 _end_of_best = tracker.SaveModelCallback.after_fit
+_clip = GradientClip.before_step
+
+@patch
+def before_step(self:GradientClip):
+    "As fastai's"
+    meet_before_norm(self.learn)
+    _clip(self)
 
 @patch
 def _save(self:tracker.SaveModelCallback, name):

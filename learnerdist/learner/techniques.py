@@ -23,7 +23,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..core.compat import foreach_mul
 from ..core.lending import replaced
-from ..core.shards import groups_of,is_sharded,local_part,state_part,full_tensor
+from ..core.shards import groups_of,has_parts,is_sharded,local_part,state_part,full_tensor
 from ..core.stacks import need
 from ..data.distributed_dl import reindexed
 from ..data.loaders import LoaderWrapper,apply,batch_shape,data_len
@@ -35,6 +35,11 @@ from .losses import batch_rows,loss_kind,loss_over,n_items
 def with_grad(opt)->list:
     "The parameters of an optimizer that have a gradient"
     return [p for p in chain(*groups_of(opt)) if p.grad is not None]
+
+def meet_before_norm(learn):
+    """In the norm of a sharded model's gradients ranks wait for one another. One that has cancelled after its backward
+    pass waits for a vote of the others: here they cast it. Sync point then"""
+    if has_parts(get_model(learn.model)): learn.runner.anyone(False)
 
 def scale_grads(opt, k):
     """Multiply the gradients that parts or batches have added up. opt: the learner's optimizer; k: a number or a
@@ -197,6 +202,7 @@ class GradientClip(Callback):
 
     def before_fit(self): self.norms = []
     def before_step(self):
+        meet_before_norm(self.learn)
         norm = clip_grad_norm_(with_grad(self.opt), self.max_norm, self.norm_type)
         self._fresh.append(full_tensor(norm.detach()))
 
