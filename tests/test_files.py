@@ -83,6 +83,8 @@ def test_optimizer_goes_on(tmp_path, opt):
 def test_absent_file_and_other_model(tmp_path):
     learn = make(tmp_path)
     with pytest.raises(FileNotFoundError, match='absent.pth'): learn.load('absent')
+    os.mkfifo(learn.save('pipe').with_name('fifo.pth')) # whose writer nobody waits for
+    with pytest.raises(ValueError, match='fifo.pth is not a regular file'): learn.load('fifo')
     learn.save('a')
     other = make(tmp_path)
     other.model = nn.Sequential(nn.Linear(4, 3))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from .collectives import broadcast_object,gather_objects
+from .collectives import gather_objects
 from .env import group_rank
 from .rank0 import save_once
 from .remote import copied,here,as_path
@@ -43,15 +43,6 @@ def save_sealed(data, path)->tuple:
     with open(path, 'wb') as f: torch.save(data, f) # given a path, torch raises a RuntimeError then
     return seal(path)
 
-# %% ../../nbs/core/06_weights.ipynb #ckc03
-def crc_of(pieces, shared=False)->int:
-    """The CRC-32 of bytes that follow one another. shared: rank 0 computes it for all ranks, which have the same bytes,
-    such as those of a mapped file; a sync point then"""
-    crc = 0
-    if not shared or group_rank()==0:
-        for o in pieces: crc = zlib.crc32(o, crc)
-    return broadcast_object(crc) if shared else crc
-
 # %% ../../nbs/core/06_weights.ipynb #ckf03
 def map_bytes(path):
     "The bytes of a file in the memory of the system's cache: what is not looked at is not read"
@@ -63,11 +54,11 @@ def load_plain(data:bytes, path, device='cpu', mapped=False):
     """The tensors and plain data in a file. ValueError if it holds other objects, which could run code; DamagedFile if
     it is damaged. data: content of a file of `torch.save`, with or without a seal; None: not checked; path: its
     path, for error messages; device: where its tensors go; mapped: whether tensors stay in the file until they are
-    read; then all ranks call this together, and rank 0 checks it"""
+    read"""
     end = 0 if data is None else data.rfind(b'PK\5\6')+22 # of an archive without its comment
     if end and data[:2]==b'PK' and data[end:]!=b'':
-        crc = crc_of([memoryview(data)[:end]], mapped)
-        if data[end:]!=_seal+b'%08x' % crc: raise DamagedFile(f'{path} is not what was written: its checksum differs')
+        mark = _seal+b'%08x' % zlib.crc32(memoryview(data)[:end])
+        if data[end:]!=mark: raise DamagedFile(f'{path} is not what was written: its checksum differs')
     source,kw = (path,dict(mmap=True)) if mapped else (BytesIO(data),{})
     try: return torch.load(source, map_location=device, weights_only=True, **kw)
     except Exception as e:
@@ -88,11 +79,13 @@ def _safetensors():
     except ImportError as e: raise ImportError('files of safetensors need its package: pip install safetensors') from e
     return safetensors
 
-def _pieces(tensors):
-    "What tensors are, and their bytes"
+def _crc(tensors)->str:
+    "A checksum of what tensors are, and of their bytes"
+    crc = 0
     for k,t in sorted(tensors.items()):
-        yield f'{k} {t.dtype} {tuple(t.shape)}'.encode()
-        yield t.reshape(-1).view(torch.uint8).numpy()
+        crc = zlib.crc32(f'{k} {t.dtype} {tuple(t.shape)}'.encode(), crc)
+        crc = zlib.crc32(t.reshape(-1).view(torch.uint8).numpy(), crc)
+    return f'{crc:08x}'
 
 # %% ../../nbs/core/06_weights.ipynb #ckw12
 def save_tensors(tensors:dict, path):
@@ -105,19 +98,18 @@ def save_tensors(tensors:dict, path):
         memory = t.untyped_storage().data_ptr()
         own[k] = t.clone() if memory in seen else t # the format has no shared memory
         seen.add(memory)
-    _safetensors().torch.save_file(own, path, dict(crc32=f'{crc_of(_pieces(own)):08x}'))
+    _safetensors().torch.save_file(own, path, dict(crc32=_crc(own)))
 
-def load_tensors(path, mapped=False)->dict:
+def load_tensors(path)->dict:
     """The tensors in a file of safetensors, with or without a checksum; DamagedFile if it is damaged. Needs the package
-    safetensors. mapped: as in `load_plain`; returns: tensors by name, on the CPU"""
+    safetensors. returns: tensors by name, on the CPU"""
     lib = _safetensors()
     try:
         res = lib.torch.load_file(path)
         with lib.safe_open(path, 'pt') as f: want = (f.metadata() or {}).get('crc32')
     except Exception as e:
         raise DamagedFile(f'{path} is no file of safetensors, or is damaged ({e!r})') from e
-    same = want is None or want==f'{crc_of(_pieces(res), mapped):08x}'
-    if not same: raise DamagedFile(f'{path} is not what was written: its checksum differs')
+    if want not in (None,_crc(res)): raise DamagedFile(f'{path} is not what was written: its checksum differs')
     return res
 
 # %% ../../nbs/core/06_weights.ipynb #ckf06
@@ -128,10 +120,12 @@ def load_weights(path, device='cpu', mapped=False)->tuple:
     with copied(as_path(path), gather_objects if mapped else None) as path: return _read(path, device, mapped)
 
 def _read(path, device, mapped):
+    file = here(path)
+    # a named pipe would wait for its writer
+    need(file.is_file() or not file.exists(), f'{path} is not a regular file: give one that `save` wrote')
     if path.name.endswith('.index.json'): return _several(path, device, mapped),None
-    if mapped or is_safetensors(path): path = here(path)
-    if is_safetensors(path): res = load_tensors(path, mapped)
-    else: res = load_plain(map_bytes(path) if mapped else path.read_bytes(), path, device, mapped)
+    if is_safetensors(path): res = load_tensors(file)
+    else: res = load_plain(map_bytes(file) if mapped else file.read_bytes(), file, device, mapped)
     both = isinstance(res, dict) and set(res)=={'model','opt'}
     model,opt = (res['model'],res['opt']) if both else (res,None)
     is_state = lambda o: isinstance(o, dict) and all(isinstance(k, str) for k in o)

@@ -100,14 +100,12 @@ def repeated_blocks(model)->list:
 # %% ../../nbs/distributed/09_sharded.ipynb #tie02
 def _shared(group:list, model):
     "Names of weights that modules of this group and something outside of it share"
-    own,inside = set(),set()
-    for b in group:
-        own |= {id(p) for p in b.parameters()}
-        inside |= {id(m) for m in b.modules()}
+    own = {*chain(*[b.parameters() for b in group])}
+    inside = {*chain(*[b.modules() for b in group])}
     res = []
     for k,m in model.named_modules():
-        if id(m) in inside: continue
-        res += [f'{k}.{name}' for name,p in m.named_parameters(recurse=False) if id(p) in own]
+        if m in inside: continue
+        res += [f'{k}.{name}' for name,p in m.named_parameters(recurse=False) if p in own]
     return res
 
 def _are_tied(a, b):

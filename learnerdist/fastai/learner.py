@@ -43,7 +43,7 @@ from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
 from ..learner.learner import check_fit,check_loss,get_model
-from ..learner.techniques import MixedPrecision,amp_flag,evaluate_loaded,evaluated_weights,meet_before_norm
+from ..learner.techniques import MixedPrecision,amp_flag,evaluate_loaded,evaluated_weights,meet_in_step
 from ..learner.callback import Callback as CoreCallback
 from ..learner.loggers import say_alone
 
@@ -267,13 +267,15 @@ def fit(self:Learner,
 
 # %% ../../nbs/fastai/04_learner.ipynb #sav2b
 _end_of_best = tracker.SaveModelCallback.after_fit
-_clip = GradientClip.before_step
 
-@patch
-def before_step(self:GradientClip):
-    "As fastai's"
-    meet_before_norm(self.learn)
-    _clip(self)
+def _meeting(f):
+    @wraps(f)
+    def before_step(self):
+        meet_in_step(self.learn)
+        f(self)
+    return before_step
+
+for _o in (GradientClip,FastaiMixedPrecision): _o.before_step = _meeting(_o.before_step)
 
 @patch
 def _save(self:tracker.SaveModelCallback, name):

@@ -36,8 +36,8 @@ def with_grad(opt)->list:
     "The parameters of an optimizer that have a gradient"
     return [p for p in chain(*groups_of(opt)) if p.grad is not None]
 
-def meet_before_norm(learn):
-    """In the norm of a sharded model's gradients ranks wait for one another. One that has cancelled after its backward
+def meet_in_step(learn):
+    """Where ranks wait for one another with the gradients of a sharded model. One that has cancelled after its backward
     pass waits for a vote of the others: here they cast it. Sync point then"""
     if has_parts(get_model(learn.model)): learn.runner.anyone(False)
 
@@ -131,6 +131,7 @@ class MixedPrecision(Callback):
 
     def before_step(self):
         if not self.scaler or not with_grad(self.opt): return
+        meet_in_step(self.learn)
         self.unscaled = True
         self.steps = False
         self.scaler.unscale_(self)
@@ -202,7 +203,7 @@ class GradientClip(Callback):
 
     def before_fit(self): self.norms = []
     def before_step(self):
-        meet_before_norm(self.learn)
+        meet_in_step(self.learn)
         norm = clip_grad_norm_(with_grad(self.opt), self.max_norm, self.norm_type)
         self._fresh.append(full_tensor(norm.detach()))
 
