@@ -21,7 +21,7 @@ from ..core.env import group_rank
 from ..core.random import Generators,held,map_seeded
 from ..core.shards import exchange_params,is_sharded
 from ..core.stacks import coded,need,warn
-from ..data.distributed_dl import is_split,loader_parts,sample_hash
+from ..data.distributed_dl import is_split,sample_hash
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
 from ..learner.callback import Callback
@@ -78,16 +78,14 @@ def unequal(every:list, missing=None)->dict:
     for k in dict.fromkeys(chain(*every)):
         vals = [o.get(k, missing) for o in every]
         if missing is None and None in vals: continue
-        if any(_differ(o, vals[0]) for o in vals): res[k] = vals
+        if len({*map(repr, vals)})>1: res[k] = vals # NaN is NaN
     return res
-
-def _differ(a, b): return a!=b and repr(a)!=repr(b) # NaN is NaN
 
 def describe_unequal(found:dict)->str:
     "A text that names the first differences that `unequal` has found"
     texts = []
     for k,vals in found.items():
-        r = next(i for i,o in enumerate(vals) if _differ(o, vals[0]))
+        r = next(i for i,o in enumerate(vals) if repr(o)!=repr(vals[0]))
         texts.append(f'{k}: {vals[0]} on rank 0, {vals[r]} on rank {r}')
     return '; '.join(texts[:6])
 
@@ -288,13 +286,9 @@ def order_of(dl)->dict:
     named = {'first items': d.hashes[0].item(), 'whole order': d.hashes[2].item()}
     return {k: h for k,h in named.items() if h}
 
-def drawn_alone(dl)->str:
-    "What the user should know if `order_of` differs between ranks"
-    *_,sampler = loader_parts(dl.dealer.source)
-    name = type(getattr(sampler, 'dl', sampler)).__name__
-    return (f'{name} gives each rank another order, of which each reads its part: some samples come twice, others '
-            'never. What it draws from a generator of its own needs a seed, the same on all ranks; what it computes '
-            'from batches, such as weights of samples, needs those of all: all_sum, gather_objects')
+drawn_alone = ('its sampler gives each rank another order, of which each reads its part: some samples come twice, others '
+    'never. What it draws from a generator of its own needs a seed, the same on all ranks; what it computes '
+    'from batches, such as weights of samples, needs those of all: all_sum, gather_objects')
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp08b
 def compare_weights(learn, n_steps:int, findings, gather=gather_same):
@@ -305,7 +299,7 @@ def compare_weights(learn, n_steps:int, findings, gather=gather_same):
     if findings.mode: named = tensors_beside(learn, not own)
     named |= compared(learn.model, own)|order
     found = unequal(gather(dict(zip(named, hashes(named.values())))))
-    if order.keys()&found.keys(): findings('different-orders', drawn_alone(learn.dl), 'orders')
+    if order.keys()&found.keys(): findings('different-orders', drawn_alone, 'orders')
     bad = next((k for k,_ in learn.model.named_parameters() if k in found), None)
     if bad:
         ranks = [r for r,h in enumerate(found[bad]) if h!=found[bad][0]]
