@@ -261,8 +261,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'learnerdist/checkpoint/where.py'),
                                               'learnerdist.checkpoint.where.Files.open': ( 'checkpoint/where.html#files.open',
                                                                                            'learnerdist/checkpoint/where.py'),
-                                              'learnerdist.checkpoint.where.Files.wait': ( 'checkpoint/where.html#files.wait',
-                                                                                           'learnerdist/checkpoint/where.py'),
                                               'learnerdist.checkpoint.where.Memory': ( 'checkpoint/where.html#memory',
                                                                                        'learnerdist/checkpoint/where.py'),
                                               'learnerdist.checkpoint.where.Memory.__init__': ( 'checkpoint/where.html#memory.__init__',

@@ -429,6 +429,8 @@ def likely(d, alone, ranks):
     elif not is_padded and sorted(got)!=sorted(want):
         yield 'other samples: data, a split or an order is drawn without a seed, or comes from a set'
     if start: yield f'{start}: other weights before the first step: code that depends on the rank'
+    if alone['dtype']=='float64' and d.by<1e-6:
+        yield 'rounding: a tensor of the script, such as class weights, stays float32 (--dtype float32)'
     if d.kind=='buffers':
         yield f"{d.name}: a module computes it from each rank's samples (BatchNorm: sync_bn=False?)"
     yield from news(alone, ranks)

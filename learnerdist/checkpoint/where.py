@@ -48,9 +48,18 @@ class Where(ABC):
         "The launcher reports at its end the newest state that outlives it. name: of a folder in this one"
         if self.outlives and self.leads: note_state(self.folder/name)
 
-    def wait(self, n:int=0):
-        "Wait until at most `n` states are being written; an error of a write is raised here"
-        while len(self.pending)>n: self.pending.pop(0).result()
+    def wait(self, n:int=0)->str:
+        """Wait until at most `n` states are being written. An error of a write is raised here; one of an upload is a
+        warning, and returned if it was the last one"""
+        lost = None
+        while self.pending and (len(self.pending)>n or self.pending[0].done()):
+            try: lost = self.pending.pop(0).result()
+            except Exception as e:
+                if not isinstance(self.folder, Remote): raise
+                lost = str(e).partition('\n')[0] # without the stack of another rank
+                text = f'{lost}. The fit goes on; earlier checkpoints are as they were'
+                if is_rank0(): warn('not-uploaded', text)
+        return lost
 
     def close(self):
         "Wait until all states are written"
@@ -66,29 +75,16 @@ class Where(ABC):
 class Files(Where):
     "A folder on a disk, or at an address of another file system: there states are always written in the background"
     def __init__(self, folder, keep:int, background:bool, together:bool): # together: all ranks read
-        self.is_remote = isinstance(folder, Remote)
-        super().__init__(folder, keep, background or self.is_remote)
+        is_remote = isinstance(folder, Remote)
+        super().__init__(folder, keep, background or is_remote)
         self.together = together
         self.leads = is_rank0()
-        self.n_on_the_way = int(self.is_remote)
+        self.n_on_the_way = int(is_remote)
         self.lock = None
 
     def open(self, resume:bool, make:bool):
         "See `open_folder`"
         if is_rank0(): self.lock = open_folder(self.folder, resume, make)
-
-    def wait(self, n=0)->str:
-        """Wait until at most `n` states are being written. An error of a write to local files is raised here, one of an
-        upload is a warning, and returned if it was the last one"""
-        lost = None
-        while self.pending and (len(self.pending)>n or self.pending[0].done()):
-            try: lost = self.pending.pop(0).result()
-            except Exception as e:
-                if not self.is_remote: raise
-                lost = str(e).partition('\n')[0] # without the stack of another rank
-                text = f'{lost}. The fit goes on; earlier checkpoints are as they were'
-                if is_rank0(): warn('not-uploaded', text)
-        return lost
 
     def newest(self, like=None, after=None)->Found:
         found = newest_good(self.folder, like, after, self.together)

@@ -21,7 +21,7 @@ from ..core.env import group_rank,group_size
 from ..core.random import rng_state,same_streams,shared_rng,untouched
 from ..core.stacks import need
 from .comparison import reader
-from ..data.loaders import call_model,split_batch,to_device
+from ..data.loaders import as_list,call_model,pipe,split_batch,to_device
 from ..learner.learner import Learner,get_model
 from ..learner import losses
 from ..learner.losses import MeanOver,copied,cut,loss_over
@@ -61,11 +61,10 @@ def collated(learn, items:list):
     "(inputs, targets): the batch that the training loader makes of samples. ValueError if it draws random numbers"
     dl = _loader(learn)
     collate = dl.do_batch if hasattr(dl, 'do_batch') else dl.collate_fn
-    after = getattr(dl, 'after_batch', None) or []
+    after = as_list(getattr(dl, 'after_batch', None))
     with shared_rng(0): # those of the process stay where they are
         before = rng_state()
-        b = to_device(collate(items), learn.device)
-        for f in after if isinstance(after, list) else [after]: b = f(b)
+        b = pipe(after, to_device(collate(items), learn.device))
         need(not drawn_since(before), 'the loader draws random numbers for a batch')
     return split_batch(b, getattr(learn.dl, 'n_inp', getattr(learn.dls, 'n_inp', None)))
 
