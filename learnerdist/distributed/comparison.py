@@ -206,10 +206,12 @@ def need_equal(every:list, cbs=()):
     """Raise ValueError unless all ranks have the same. every: values by name, of each rank; cbs: names of callbacks of
     each rank, of which one may have more than others, such as one that logs"""
     found = unequal(every, 'none')
-    names = [{*own} for own in cbs]
-    if names and set.union(*names) not in names: # else one rank has all
-        shared = set.intersection(*names)
-        found['callbacks'] = [', '.join(k for k in own if k not in shared) or 'none' for own in cbs]
+    most = max(cbs, key=len, default=())
+    for own in cbs:
+        rest = iter(most)
+        if all(o in rest for o in own): continue
+        shared = set.intersection(*map(set, cbs))
+        found['callbacks'] = [', '.join([k for k in o if k not in shared] or o) for o in cbs]
     what = f'the ranks train differently: {describe_unequal(found)}'
     text = f'{what}. Give all the same; what is drawn, as by the sampler of a sweep, needs a seed'
     if found: raise ValueError(coded('different-settings', text))
