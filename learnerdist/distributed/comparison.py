@@ -148,8 +148,8 @@ def same_data(dls:list, findings, gather=gather_same):
     for name,dl in data_of(dls).items(): named[f'len({name})'] = data_len(dl.dataset)
     found = unequal(gather(named|few_samples(dls)))
     if not found: return
-    text = f'the ranks have different data: {describe_unequal(found)}; is something drawn without a seed, or made from a '
-    text += 'set? Make it alike on all ranks'
+    text = f'the ranks have different data: {describe_unequal(found)}; is something drawn without a seed, or made from '
+    text += 'a set? Make it alike on all ranks'
     if any(k.startswith('len(') for k in found): raise ValueError(coded('different-data', text))
     findings('different-data', f'{text}, or use distrib_ctx(checks=False) if this is intended')
 
@@ -288,8 +288,8 @@ def order_of(dl)->dict:
     named = {'first items': d.hashes[0].item(), 'whole order': d.hashes[2].item()}
     return {k: h for k,h in named.items() if h}
 
-drawn_alone = ('its sampler gives each rank another order, of which each reads its part: some samples come twice, others '
-    'never. What it draws from a generator of its own needs a seed, the same on all ranks; what it computes '
+drawn_alone = ('its sampler gives each rank another order, of which each reads its part: some samples come twice, '
+    'others never. What it draws from a generator of its own needs a seed, the same on all ranks; what it computes '
     'from batches, such as weights of samples, needs those of all: all_sum, gather_objects')
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp08b

@@ -257,4 +257,4 @@ _remedy = ('Samples count alike. If it is a mean over other things, give it an a
            "and set n_items = 'whole'")
 _not_mean = ('the loss {} of a batch does not follow from its values on parts of it: it is no mean over samples{}, and '
              f'no sum. {_remedy}')
-_unknown = f'what the loss {{}} is the mean over is not known: it could not be compared with parts of a batch. {_remedy}'
+_unknown = f'what the loss {{}} is the mean over is not known: it was not compared with parts of a batch. {_remedy}'
