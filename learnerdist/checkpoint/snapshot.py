@@ -18,8 +18,7 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from ..core.collectives import gather_objects
-from ..core.env import group_rank,group_timeout,is_rank0
-from ..core.env import pack_error,shared_store,unpack_error,wait_keys
+from ..core.env import group_rank,group_timeout,is_rank0,shared_store,wait_keys
 from ..core.files import own_folder,whole_file
 from ..core.remote import Remote,RemoteError,copied,here,written
 from ..core.shards import is_sharded,map_tensors,put_together
@@ -80,8 +79,8 @@ def write_snapshot(folder, parts:dict, info:dict, writers=None, keep=None):
         with suppress(RemoteError):
             if writers.first and keep: prune(folder.parent, keep)
     except BaseException as e:
-        writers.fail(e)
-        if writers.first and not remote: shutil.rmtree(tmp, ignore_errors=True)
+        # others may write in it: then the next run removes it
+        if writers.n==1 and not remote: shutil.rmtree(tmp, ignore_errors=True)
         if isinstance(e, OSError): raise _not_written(e, folder) from e
         raise
 
@@ -117,18 +116,9 @@ class Writers:
         if not self.first or self.n==1: return files
         found = wait_keys(self.store, self.keys, self.timeout)
         late = f'not all ranks have written their files of a checkpoint in {self.timeout:g} s'
-        if found is None: raise TimeoutError(late)
-        for o in found:
-            if 'kind' in json.loads(o): raise unpack_error(o)
-            files = files | json.loads(o)
+        if found is None: raise RuntimeError(late)
+        for o in found: files = files | json.loads(o)
         return files
-
-    def fail(self, e):
-        """Tell the first rank that this one has not written its file; on the first one, wait until the others are
-        done with the folder"""
-        with suppress(Exception): # the store may have ended with its host
-            if not self.first: self.store.set(self.own, pack_error(e))
-            elif self.n>1: wait_keys(self.store, self.keys, 60)
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c012
 def _publish(tmp, folder, info):
