@@ -258,10 +258,11 @@ def modules_beside(learn)->dict:
     "By name: modules that callbacks hold, also in lists, and a loss that is one"
     found = dict(loss_func=learn.loss_func)
     for cb in learn.cbs:
+        name = cb.name
         for k,v in vars(cb).items():
-            found[f'{cb.name}.{k}'] = v
+            found[f'{name}.{k}'] = v
             inner = held(v) if type(v) in (list,tuple,dict) else {}
-            found |= {f'{cb.name}.{k}[{i!r}]': o for i,o in inner.items()}
+            found |= {f'{name}.{k}[{i!r}]': o for i,o in inner.items()}
     own = get_model(learn.model),learn.model
     return {k: o for k,o in found.items() if isinstance(o, nn.Module) and o not in own}
 
