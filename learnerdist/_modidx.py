@@ -107,8 +107,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                'learnerdist/checkpoint/checkpoint.py'),
                                                    'learnerdist.checkpoint.checkpoint.FitState.seed_moment': ( 'checkpoint/checkpoint.html#fitstate.seed_moment',
                                                                                                                'learnerdist/checkpoint/checkpoint.py'),
-                                                   'learnerdist.checkpoint.checkpoint.FitState.seeds': ( 'checkpoint/checkpoint.html#fitstate.seeds',
-                                                                                                         'learnerdist/checkpoint/checkpoint.py'),
                                                    'learnerdist.checkpoint.checkpoint.FitState.write': ( 'checkpoint/checkpoint.html#fitstate.write',
                                                                                                          'learnerdist/checkpoint/checkpoint.py'),
                                                    'learnerdist.checkpoint.checkpoint.Preempted': ( 'checkpoint/checkpoint.html#preempted',

@@ -9,7 +9,6 @@ __all__ = ['Preempted', 'Checkpoint']
 import os,secrets,signal,threading,time
 from contextlib import ExitStack,contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import PurePath
 
 import torch
@@ -31,8 +30,7 @@ from ..learner.losses import loss_over
 from ..learner.techniques import trained_weights
 from .callback_state import check_model,check_run,config_changes,load_states
 from .callback_state import horizons,packed,state_of_rank,settle,states_of,unpacked
-from .position import PlacedLoader,go_back,place_in_epoch,set_streams,streams_now
-from .position import between_epochs,end,validation
+from .position import PlacedLoader,end,go_back,place_in_epoch,set_streams,streams_now,validation
 from .snapshot import Found,Writers,on_cpu,to_plain
 from .where import Files,open_memory
 
@@ -146,21 +144,18 @@ class FitState:
         self.loader = None # The training loader, as a `PlacedLoader`
         self.unsettled = False # Whether DDP still has its initial buckets
 
-    def seeds(self, epoch:int):
-        "Seeds the streams of this process for a batch or a moment of an epoch; None if nothing is seeded, as alone"
-        if not self.trainer or not self.trainer.opts.sample_seeds: return None
-        return partial(seed_streams, self.trainer.seed, self.trainer.epochs_before+epoch)
-
     def seed_moment(self, moment:int, epoch:int):
-        seeds = self.seeds(epoch)
-        if seeds: seeds(moment)
+        "Seed the streams of this process for a moment of an epoch; nothing is seeded alone"
+        ctx = self.trainer
+        if ctx and ctx.opts.sample_seeds: seed_streams(ctx.seed, ctx.epochs_before+epoch, moment)
 
     def open_loader(self, dl)->PlacedLoader:
         "The loader of a training loop that begins"
-        if not self.trainer: self.loader = PlacedLoader(dl, None, self.learn.dls)
+        ctx = self.trainer
+        if ctx is None: self.loader = PlacedLoader(dl, None, self.learn.dls)
         else:
-            share = self.trainer.loaders.share_now(dl, pad='batch')
-            self.loader = PlacedLoader(share, self.seeds(self.learn.epoch))
+            seeds = ctx.seed_streams if ctx.opts.sample_seeds else None
+            self.loader = PlacedLoader(ctx.loaders.share_now(dl, pad='batch'), seeds)
         return self.loader
 
     def capture(self, phase)->dict:
@@ -396,7 +391,6 @@ class Checkpoint(Callback):
         "Between two epochs"
         if self.nested: return
         if self.at and self.at['phase']=='epoch': self.arrive()
-        self.state.seed_moment(between_epochs, self.epoch)
         self.phase = 'epoch'
         done = self.last and (self.last['epoch'],self.last['step'])
         if self.train_iter and done!=(self.epoch,self.train_iter): self.when.at_epoch()
@@ -470,8 +464,7 @@ class Checkpoint(Callback):
 
     def _accumulates(self):
         "Whether a step has begun: gradients are not in a checkpoint"
-        names = {cb.name: cb for cb in self.learn.cbs}
-        return getattr(names.get('gradient_accumulation'), 'count', 0)>0
+        return getattr(getattr(self.learn, 'gradient_accumulation', None), 'count', 0)>0
 
     def _save(self, where, captured):
         # on all ranks, before they meet: then all machines have the state before

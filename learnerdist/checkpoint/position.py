@@ -20,8 +20,7 @@ from ..data.loaders import LoaderWrapper,batch_shape,data_len
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c005
 # Moments: no batch has these numbers, and samples have -1
-between_epochs,validation = -2,-3
-end = -4
+validation,end = -3,-4
 
 # %% ../../nbs/checkpoint/01_position.ipynb #strm2
 @singledispatch

@@ -61,8 +61,7 @@ def shard_options(shard, ddp_kw=(), comm_hook=None)->ShardOptions:
     if isinstance(opts.get('blocks'), (type,list)): opts['blocks'] = tuple(listify(opts['blocks']))
     res = ShardOptions(**opts)
     blocks,n = res.blocks,res.replicas
-    classes = blocks if isinstance(blocks, tuple) else ()
-    by_class = classes and all(isinstance(o, type) and issubclass(o, nn.Module) for o in classes)
+    by_class = blocks and isinstance(blocks, tuple) and all(isinstance(o, type) for o in blocks)
     known = blocks is True or callable(blocks) or by_class
     need(known, 'give True, classes such as [Block], or a function of a module', blocks=blocks)
     need(type(n) is int and n>0, 'give the number of copies of the model', replicas=n)
