@@ -263,8 +263,8 @@ def modules_beside(learn)->dict:
             found[f'{name}.{k}'] = v
             inner = held(v) if type(v) in (list,tuple,dict) else {}
             found |= {f'{name}.{k}[{i!r}]': o for i,o in inner.items()}
-    own = get_model(learn.model),learn.model
-    return {k: o for k,o in found.items() if isinstance(o, nn.Module) and o not in own}
+    own = {*map(id, (get_model(learn.model),learn.model))} # a metric of torchmetrics equals anything
+    return {k: o for k,o in found.items() if isinstance(o, nn.Module) and id(o) not in own}
 
 def tensors_beside(learn, batchnorm=True)->dict:
     "By name: parameters and buffers, with or without those of `batchnorm`, of `modules_beside`; not those of the model"

@@ -100,10 +100,10 @@ def repeated_blocks(model)->list:
 def _shared(group:list, model):
     "Names of weights that modules of this group and something outside of it share"
     own = {*chain(*[b.parameters() for b in group])}
-    inside = {*chain(*[b.modules() for b in group])}
+    inside = {*map(id, chain(*[b.modules() for b in group]))}
     res = []
     for k,m in model.named_modules():
-        if m in inside: continue
+        if id(m) in inside: continue
         res += [f'{k}.{name}' for name,p in m.named_parameters(recurse=False) if p in own]
     return res
 
