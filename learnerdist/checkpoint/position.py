@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader,IterableDataset
 
 from ..core.random import Generators,rng_state,set_rng_state
 from ..core.stacks import warn
-from ..data.distributed_dl import saves_place
+from ..data.distributed_dl import has_state,saves_place
 from ..data.loaders import LoaderWrapper,batch_shape,data_len
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c005
@@ -53,10 +53,6 @@ def _set_state(g, state):
     else: g.set_state(state)
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c009
-def has_state(o)->bool:
-    "Whether a loader or a stream saves and loads its own place"
-    return all(hasattr(type(o), k) for k in ('state_dict','load_state_dict'))
-
 def _with_state(dl):
     "What knows its own place: the loader, or the stream that it reads in this process; None if neither does"
     while 'dl' in getattr(dl, '__dict__', {}): dl = dl.dl

@@ -375,12 +375,15 @@ class _Stream(LoaderWrapper, IterableDataset):
         return map_seeded(partial(pipe, self._after), [o], d.streams_of([i]), own)[0]
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #stm05
+def has_state(o)->bool:
+    "Whether a loader or a stream saves and loads its own place"
+    return all(hasattr(type(o), k) for k in ('state_dict','load_state_dict'))
+
 def saves_place(ds)->bool:
     """Whether a stream saves and loads its own place, as those of Hugging Face's `datasets` do, and nothing is lost.
     What is loaded holds for the next reading. ds: an iterable data set"""
     # with a generator it may shuffle in a buffer, which Hugging Face's `state_dict` does not hold
-    has_state = all(hasattr(type(ds), o) for o in ('state_dict','load_state_dict'))
-    return has_state and not Generators.of(ds)
+    return has_state(ds) and not Generators.of(ds)
 
 class _PlacedStream(_Stream):
     "The shard of a stream that saves its place, read in this process: it has a place, over all ranks"
