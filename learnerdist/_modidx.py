@@ -1874,8 +1874,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                               'learnerdist/distributed/self_check.py'),
                                                     'learnerdist.distributed.self_check.SelfCheck.begin_fit': ( 'distributed/self_check.html#selfcheck.begin_fit',
                                                                                                                 'learnerdist/distributed/self_check.py'),
-                                                    'learnerdist.distributed.self_check.SelfCheck.begin_loop': ( 'distributed/self_check.html#selfcheck.begin_loop',
-                                                                                                                 'learnerdist/distributed/self_check.py'),
                                                     'learnerdist.distributed.self_check.Verdict': ( 'distributed/self_check.html#verdict',
                                                                                                     'learnerdist/distributed/self_check.py'),
                                                     'learnerdist.distributed.self_check._is_torchs': ( 'distributed/self_check.html#_is_torchs',

@@ -417,7 +417,6 @@ class Engine(Runner):
         if self.links is None: return
         if not self.opts.sample_seeds: seed_streams(self.seed, self.loaders.epoch, group_rank())
         self._warn_repeats(source)
-        self.self_check.begin_loop()
         self._open_loop()
 
     def _warn_repeats(self, source):

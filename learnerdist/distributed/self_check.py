@@ -169,20 +169,13 @@ class Verdict(NamedTuple):
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc16
 class SelfCheck:
-    "Checks model and loss in the first training batch of a fit, and of an epoch with another loss function"
+    "Checks model and loss in the first training batch of a fit"
     def __init__(self, engine):
         self.engine = engine
-        self.checked = [] # Loss functions of this fit
         self.due = False # Whether the next batch is checked
     def begin_fit(self):
-        "Forget what was checked in an earlier fit"
-        self.checked = []
-    def begin_loop(self):
-        "Before a training loop: is its first batch checked? The same on every rank"
-        learn = self.engine.learn
-        is_checked = any(o is learn.loss_func for o in self.checked)
-        is_new = loss_over(learn).kind=='unknown' and not is_checked
-        self.due = bool(self.engine.findings.mode) and (is_new or not self.checked)
+        "The first batch of this fit is checked, if there are several ranks"
+        self.due = bool(self.engine.findings.mode) and self.engine.links is not None
 
     def __call__(self, cancelled=False):
         "Check a batch that is `due`, before its forward pass; `cancelled`: this rank has cancelled it. Sync point"
@@ -191,7 +184,6 @@ class SelfCheck:
         if not e.sharded: found = self._look() # else the engine warns if the loss shows no count
         every = gather_objects((cancelled,found))
         if all(o for o,_ in every): return # the next batch
-        self.checked.append(e.learn.loss_func)
         self.due = False
         if not e.sharded: self._judge(every[0][1])
 
