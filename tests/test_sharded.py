@@ -123,7 +123,8 @@ def answers(key): return [o[key] for o in on_two_ranks()]
 def rank_answers():
     "All that is asked of two ranks, but for the runs of `same`"
     both = False,True
-    return dict(left_within=in_group(left_within, 2), left_by=left_by('raise'), late=[in_group(cancelled_late, o) for o in both], lower=[in_group(lower, o) for o in both],
+    return dict(left_within=in_group(left_within, 2), left_by=left_by('raise'),
+                late=[in_group(cancelled_late, o) for o in both], lower=[in_group(lower, o) for o in both],
                 half={(o,k): in_group(half, o, k) for o in both for k in ('fp16','bf16')},
                 refusals=refusals(), muon=in_group(muon), refused_within=refused_within(), offloaded=offloaded())
 
@@ -155,7 +156,8 @@ def even(**kw): return case(**{**dict(n=31, bs=12), **kw}) # a batch size that 1
 def acc(n): return lambda W: GradientAccumulation(n)
 
 same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=even(n_valid=1),
-            few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(timeout_s=20)), twice=even(cbs=[lambda W: Twice()], n_valid=2, ctx=dict(timeout_s=20)),
+            few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(timeout_s=20)),
+            twice=even(cbs=[lambda W: Twice()], n_valid=2, ctx=dict(timeout_s=20)),
             groups=even(splitter=two_groups, lr=[.01,.05]), lookahead=even(opt=ahead), clip=even(cbs=[lambda W: GradientClip(.5)]),
             frozen=even(model=partly_frozen), tied=even(model=tied),
             accumulation=even(cbs=[acc(24)]), odd=even(cbs=[acc(36)], n=56),
