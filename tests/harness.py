@@ -8,11 +8,17 @@ from weakref import WeakKeyDictionary
 import pytest, torch
 from fastcore.foundation import L
 from torch import Tensor
+from learnerdist.core.compat import fsdp_on_cpu
 from learnerdist.core.env import group_rank, group_size, num_distrib, process_group, rank_distrib
 from learnerdist.testing import run_ranks
 
+needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
+
+class Failed(str): "A traceback"
+
 def close(a, b, tol=1e-9, at=''):
     "Equal in structure, and in numbers up to `tol`, absolute or relative; 0: bit by bit, in the same dtype. `at` says where, if not"
+    assert not isinstance(a, Failed), a
     if isinstance(b, L): a,b = [*a],[*b] # fastai's lists
     if isinstance(b, dict):
         assert list(a)==list(b), f'{at}: {list(a)}, {list(b)}'
@@ -63,12 +69,14 @@ def leaving_nothing(f, *args):
 
 # --- functions on ranks ---------------------------------------------------------------------------------------------------
 
-class Failed(str): "A traceback"
-
 def caught(f, *args, **kw):
     "What `f` returns, or its traceback"
     try: return f(*args, **kw)
     except Exception: return Failed(traceback.format_exc())
+
+def in_group(f, *args, **kw):
+    "What `f` returns in a group of all ranks, or in one process"
+    with process_group(): return f(*args, **kw)
 
 def on_ranks(func, *args):
     "What `func(W, rank, *args)` returns on this rank"

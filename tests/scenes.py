@@ -422,7 +422,8 @@ def result(learn, unlike=()):
     rec,loss = learn.recorder,learn.loss_func
     state,opt = map_tensors([dict(learn.model.state_dict()),learn.opt.state_dict()], full_tensor)
     if isinstance(loss, nn.Module): state |= {f'loss.{k}':v for k,v in loss.state_dict().items()}
-    res = dict(state={k:v.clone() for k,v in state.items()}, opt=tree_leaves(opt.get('state', opt)), values=[list(o) for o in rec.values],
+    moments = [o.clone() if isinstance(o, Tensor) else o for o in tree_leaves(opt.get('state', opt))]
+    res = dict(state={k:v.clone() for k,v in state.items()}, opt=moments, values=[list(o) for o in rec.values],
                final=list(getattr(learn, 'final_record', ())), losses=list(rec.losses), lrs=list(rec.lrs))
     return {k:v for k,v in res.items() if k not in unlike}
 
@@ -431,9 +432,10 @@ def measured(cb):
     found = [getattr(cb, o) for o in ('norms','skipped') if hasattr(cb, o)]
     return [*found, *([cb.state_dict()] if isinstance(cb, MixedPrecision) else [])]
 
-def run(c, W=1, rank=0):
-    learn,cbs,ctx = make(c, W, rank),c['cbs'](),dict(c['ctx'])
-    if W==1: ctx.pop('split_batches', None)
+def run(c, W=1, rank=0, learn=None):
+    "What the fits of a scene, validation and predictions give; of `learn`, if it is there already"
+    learn,cbs,ctx = learn or make(c, W, rank),c['cbs'](),dict(c['ctx'])
+    for k in ('split_batches','shard')*(W==1): ctx.pop(k, None)
     accumulates = c['accumulate'] is not None and not is_whole(c, W)
     if accumulates: cbs.append(GradientAccumulation(c['accumulate']))
     unlike = c['unlike']
@@ -449,14 +451,17 @@ def run(c, W=1, rank=0):
         if c['preds']: res['preds'] = tree_leaves(learn.get_preds())
     return {k:v for k,v in res.items() if k not in unlike}
 
-def outcome(name, W=1, rank=0):
-    if W==1 and not scenes[name]['alone']: return {}
-    try: return run(scenes[name], W, rank)
+def outcome(c, W=1, rank=0):
+    "Of a scene, or its error; of one that one process cannot do, nothing"
+    if W==1 and not c['alone']: return {}
+    try: return run(c, W, rank)
     except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
 
-def rank_runs(names):
-    "Each scene's result on this rank, or its error"
-    with process_group(): return {k: leaving_nothing(outcome, k, group_size(), group_rank()) for k in names}
+def of_table(name): return scenes[name]
+
+def rank_runs(names, of=of_table):
+    "The result on this rank of the scene `of` each name, or its error; also if it leaves something behind"
+    with process_group(): return {k: leaving_nothing(outcome, of(k), group_size(), group_rank()) for k in names}
 
 # --- the table --------------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,13 @@
-"Each of `scenes` on 2 or 3 ranks is what it is on one process: weights, optimizer, recorded numbers, predictions"
+"Each of `scenes` on 2 or 3 ranks is what it is on one process: weights, optimizer, recorded numbers, predictions; also sharded"
 import functools
 import pytest, torch
-from harness import close
+from harness import close, needs_fsdp2
 from scenes import bias_adam, losses, make, outcome, rank_runs, rare, run, scenes
 from learnerdist.data.sharding import epoch_order
 from learnerdist.testing import run_ranks
 
-alone = functools.cache(outcome)
+@functools.cache
+def alone(name): return outcome(scenes[name])
 
 # By number of ranks: some scenes on 3, the others on 2; before a release all on 4
 often = [k for k in scenes if k not in rare]
@@ -36,6 +37,27 @@ def same(ranks, want, name, tol):
         for a,b in zip(r['fits'], found[0]['fits']): # bit by bit among ranks
             assert all(torch.equal(v, b['state'][k]) for k,v in a['state'].items())
             assert [str(a.get(k)) for k in ('values','losses')]==[str(b.get(k)) for k in ('values','losses')]
+
+# --- sharded: as with DDP on as many ranks, also where one of them cancels ----------------------------------------------
+
+# What the self-check would have to see, what would train another model, a loss of whole weights, a step that one rank alone scales
+not_sharded = {'squares','squares, accumulated','another model','another model in an epoch','sum and penalty','sum and penalty in place',
+               *(f'Step, scaled, clipped, one rank, {i}' for i in (0,1))}
+def can_shard(name): return name not in not_sharded and scenes[name]['ctx'].keys()<={'seed','sync_bn','split_batches'}
+few = ('lstm','bn_frozen','stream','unfreeze in before_batch','freeze in a group','47, drop_last','ignore','weights, accumulated',
+       'all cancel in before_step, CancelStepException','Train in after_backward, one rank','Step, one rank, 0','Backward, one rank, 1',
+       'amp clip','lookahead_everything')
+
+def sharded(name): return dict(scenes[name], ctx=dict(scenes[name]['ctx'], shard=True))
+
+@needs_fsdp2
+@pytest.mark.parametrize('W,ks', [(2, few), *(pytest.param(W, [*filter(can_shard, names[W])], marks=pytest.mark.long) for W in (2, 3))],
+                         ids=['few','2','3'])
+def test_sharded(W, ks):
+    for got,want in zip(run_ranks(rank_runs, W, ks, sharded, timeout_s=600), on_ranks(W)):
+        for k in ks:
+            assert 'error' not in got[k], got[k]['error']
+            close(got[k], want[k], min(scenes[k]['tol'], 1e-6), k)
 
 # --- the order of samples ---------------------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ from learnerdist.core.shards import full_tensor, map_tensors
 from learnerdist.distributed import sharded
 from learnerdist.learner import saving
 from learnerdist.testing import run_ranks
-from test_sharded import F64, case, differs, needs_fsdp2, outcome, run
+from harness import close, in_group, needs_fsdp2
+from scenes import default_dtype
+from test_sharded import F64, case, run, runs
 
 class Block(nn.Module):
     def __init__(self, n=41, table='cpu'):
@@ -38,14 +40,16 @@ class Net(nn.Module):
         for o in self.layers: x = o(x)
         return self.out(F.linear(F.linear(x, self.emb.weight.t()), self.again.weight))
 
-def whole_net(): return Net().double()
+def whole_net():
+    with default_dtype(F64):
+        torch.manual_seed(5)
+        return Net()
 
 def meta_net(**kw):
     with torch.device('meta'): return Net(**kw).double()
 
 def files(folder):
     "The whole model in each kind of file"
-    torch.manual_seed(5)
     state = whole_net().state_dict()
     save_sealed(dict(model=state, opt={}), folder/'a.pth')
     torch.save(state, folder/'b.pth')
@@ -57,17 +61,13 @@ def files(folder):
     torch.save(without('emb.weight', state), folder/'e.pth') # the other name of a shared weight
     return ['a.pth','b.pth','c.safetensors','d.safetensors.index.json','e.pth']
 
-def rank_runs(cases):
-    with process_group(): return {k: outcome(c, group_size(), group_rank()) for k,c in cases.items()}
-
 @pytest.mark.slow
 @needs_fsdp2
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_same_run_as_built_whole(W, tmp_path):
-    cases = {o: case(model=meta_net, shard=dict(weights=str(tmp_path/o))) for o in files(tmp_path)}
-    alone = run(case(model=whole_net))
-    for ranks in run_ranks(rank_runs, W, cases):
-        assert {k: d for k in cases if (d := differs(alone, ranks[k]))>1e-9} == {}
+    cases = {o: case(model=meta_net, ctx=dict(seed=3, shard=dict(weights=str(tmp_path/o)))) for o in files(tmp_path)}
+    want = run(case(model=whole_net))
+    for got in run_ranks(in_group, W, runs, cases): close(got, dict.fromkeys(cases, want))
 
 def learner(model, path='.'):
     torch.manual_seed(5+group_rank())
@@ -130,7 +130,6 @@ def damaged(folder, names):
 
 def damaged_files(folder):
     "One bit, wherever it is: in the part of any rank"
-    torch.manual_seed(5)
     state,names = whole_net().state_dict(),[]
     for end,save in (('.pth',lambda p: save_sealed(state, p)), ('.safetensors',lambda p: save_tensors(state, p))):
         save(folder/f'good{end}')
@@ -181,18 +180,16 @@ def twice_on_ranks(path):
 
 @needs_fsdp2
 def test_contexts_leave_no_values_where_there_were_none(tmp_path):
-    torch.manual_seed(5)
     save_sealed(whole_net().state_dict(), tmp_path/'start.pth')
     _,*alone = twice(tmp_path)
     for messages,*res in run_ranks(twice_on_ranks, 2, tmp_path):
         assert [*messages]==[(i,k) for i in range(2) for k in refused]
         assert all('is on the meta device, and has no values' in o for o in messages.values())
-        assert differs(alone, res)<1e-9
+        close(res, alone)
 
 def without(k, state): return {n: v for n,v in state.items() if n!=k}
 
 def refusals(folder):
-    torch.manual_seed(5)
     state = whole_net().state_dict()
     if rank_distrib()==0:
         torch.save(without('out.bias', state), folder/'missing.pth')

@@ -14,7 +14,9 @@ from learnerdist.core.shards import is_sharded
 from fastai.text.learner import TextLearner
 from learnerdist.fastai import checkpoint
 from learnerdist.testing import run_ranks
-from test_sharded import acc64, data, differs, needs_fsdp2, net, two_groups
+from harness import close, needs_fsdp2
+from scenes import right
+from test_sharded import net, rows, two_groups
 from test_sharded_building import Mapped
 
 base = dict(model=lambda: net().double(), opt=Adam, cbs=(), splitter=None, do='fit', n=24, n_valid=11, shard=True, files=False)
@@ -22,9 +24,9 @@ def case(**kw): return {**base, **kw}
 
 def make(c, W, path):
     torch.manual_seed(5+group_rank())
-    dls = DataLoaders(DataLoader(data(c['n']), bs=6//W, shuffle=False), DataLoader(data(c['n_valid'], 2), bs=3))
+    dls = DataLoaders(DataLoader(rows(c['n']), bs=6//W, shuffle=False), DataLoader(rows(c['n_valid']), bs=3))
     kw = {'splitter': c['splitter']} if c['splitter'] else {}
-    return Learner(dls, c['model'](), OneFloat(nn.CrossEntropyLoss()), lr=.05, opt_func=c['opt'], metrics=acc64, path=path,
+    return Learner(dls, c['model'](), OneFloat(nn.CrossEntropyLoss()), lr=.05, opt_func=c['opt'], metrics=right, path=path,
                    cbs=[o(W) for o in c['cbs']], **kw)
 
 def run(c, path, W=1):
@@ -97,8 +99,8 @@ some = 'adam','lr_find','torchs','amp','best' # one of each kind
 def test_same_run(W, names, tmp_path):
     alone = {k: run(same[k], tmp_path/'alone') for k in names}
     for ranks in run_ranks(rank_runs, W, tmp_path, names, timeout_s=400):
-        far = lambda k, q: differs([alone[k][q]], [ranks[k][q]])>(1e-6 if k=='amp' else tol[q]) # noqa: B023
-        assert [(k, q) for k in names for q in ranks[k] if far(k, q)] == []
+        for k in names:
+            for q,want in alone[k].items(): close(ranks[k][q], want, 1e-6 if k=='amp' else tol[q], f'{k}.{q}')
 
 def loaded(path):
     "KiB of a file of fastai's that are in memory when a rank loads it, its size, and whether the weights are those"

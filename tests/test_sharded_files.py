@@ -1,42 +1,29 @@
 "Checkpoints and files of a sharded model: each rank writes and reads its rows"
 import os, random, shutil, signal
+from functools import partial
 import pytest, torch
-from helpers import At
-from learnerdist.all import EMA, Callback, Checkpoint, DataLoaders, Learner, group_rank, group_size, process_group, rank_distrib
+from learnerdist.all import Callback, DataLoaders, Learner, group_rank, process_group, rank_distrib
 from learnerdist.checkpoint import snapshot
 from learnerdist.core import shards
 from learnerdist.core.env import count
 from learnerdist.testing import RanksError, run_ranks
-from test_sharded import Net, ahead, case, differs, make, needs_fsdp2, numbers
+import test_sharded as sharded
+from harness import close, in_group, needs_fsdp2
+from test_sharded import Net, ahead, case, context, make
 
 def net(): return Net(tied=True)
-
-def train(folder, shard, stop=None, opt='adamw', model=net, background=False, cbs=(), every=2, n=36):
-    "A fit of three epochs that is stopped after `stop` steps, or goes on from there"
-    W = max(group_size(), 1)
-    learn = make(case(n=n, model=model, opt=dict(adamw=torch.optim.AdamW, ahead=ahead)[opt], bs=12), W)
-    learn.path = folder
-    learn.add_cb(EMA(.7))
-    with learn.no_logging(), learn.distrib_ctx(seed=3, **(dict(shard=shard) if W>1 and shard else {})):
-        cbs = [Checkpoint('ck', every=every, background=background),*([At(stop)] if stop else []),*cbs]
-        learn.fit(3, cbs=cbs, resume=True)
-    return dict(w={k: p.detach().clone() for k,p in learn.model.state_dict().items()}, v=numbers(learn), average=learn.ema.weights)
-
-def apart(a, b): return differs([*a.values()], [*b.values()])
-
-def on_ranks(f, *args, **kw):
-    with process_group(): return f(*args, **kw)
+train = partial(sharded.train, model=net)
 
 # --- any number of ranks ----------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
 @needs_fsdp2
-@pytest.mark.parametrize('W,shard,opt', [(3, True, 'ahead'),
-    *(pytest.param(W, o, 'adamw', marks=pytest.mark.long) for W,o in ((2, True),(4, True),(4, dict(replicas=2))))])
+@pytest.mark.parametrize('W,shard,opt', [(3, True, ahead),
+    *(pytest.param(W, o, torch.optim.AdamW, marks=pytest.mark.long) for W,o in ((2, True),(4, True),(4, dict(replicas=2))))])
 def test_written_by_any_number_and_read_by_any_number(W, shard, opt, tmp_path):
     "Bitwise on as many ranks, else within rounding: sharded, replicated, and in one process"
-    whole = run_ranks(on_ranks, W, train, tmp_path/'whole', shard, opt=opt)[0]
-    with pytest.raises(RanksError, match='on purpose'): run_ranks(on_ranks, W, train, tmp_path/'a', shard, 5, opt)
+    whole = run_ranks(in_group, W, train, tmp_path/'whole', shard, opt=opt)[0]
+    with pytest.raises(RanksError, match='on purpose'): run_ranks(in_group, W, train, tmp_path/'a', shard, 5, opt=opt)
     found = snapshot.snapshots(tmp_path/'a/ck')[-1]
     info = snapshot.read_manifest(found)
     n = W//2 if isinstance(shard, dict) else W
@@ -45,18 +32,17 @@ def test_written_by_any_number_and_read_by_any_number(W, shard, opt, tmp_path):
     others = [({2: 4, 3: 2, 4: 3}[W],True), (2,False)] if n==W else []
     for i,(V,how) in enumerate([(W,shard), *others, (1,False)]):
         shutil.copytree(tmp_path/'a', tmp_path/f'b{i}')
-        for o in run_ranks(on_ranks, V, train, tmp_path/f'b{i}', how, opt=opt):
-            assert apart(whole, o)<=(0 if i==0 else 1e-9), (V,how)
+        for o in run_ranks(in_group, V, train, tmp_path/f'b{i}', how, opt=opt): close(o, whole, 0 if i==0 else 1e-9, f'{V}, {how}')
 
 @needs_fsdp2
 def test_a_checkpoint_of_ddp_goes_on_sharded(tmp_path):
     "In the background; weights alone are read by `load`"
-    whole = run_ranks(on_ranks, 2, train, tmp_path/'whole', False)[0]
-    with pytest.raises(RanksError, match='on purpose'): run_ranks(on_ranks, 2, train, tmp_path/'a', False, 5)
-    for o in run_ranks(on_ranks, 2, train, tmp_path/'a', True, background=True): assert apart(whole, o)<1e-9
+    whole = run_ranks(in_group, 2, train, tmp_path/'whole', False)[0]
+    with pytest.raises(RanksError, match='on purpose'): run_ranks(in_group, 2, train, tmp_path/'a', False, 5)
+    for o in run_ranks(in_group, 2, train, tmp_path/'a', True, background=True): close(o, whole)
     alone = make(case(model=net))
     alone.path = tmp_path/'a'
-    assert differs(whole['w'], {k: p for k,p in alone.load('ck').model.state_dict().items()})<1e-9
+    close(dict(alone.load('ck').model.state_dict()), whole['w'])
 
 def without_gather(folder):
     def forbidden(*_): raise AssertionError('gathered')
@@ -66,15 +52,15 @@ def without_gather(folder):
 
 @needs_fsdp2
 def test_nothing_is_gathered(tmp_path):
-    run_ranks(on_ranks, 2, without_gather, tmp_path)
+    run_ranks(in_group, 2, without_gather, tmp_path)
     found = snapshot.snapshots(tmp_path/'ck')[-1]
     sizes = {o.name: o.stat().st_size for o in found.glob('rows_*')}
     assert len(sizes)==2 and max(sizes.values())<.65*sum(sizes.values())
 
 def saved(folder, shard):
-    learn = make(case(n=24, model=net), group_size())
+    learn = make(case(n=24, model=net))
     learn.path = folder
-    with learn.no_logging(), learn.distrib_ctx(seed=3, **(dict(shard=True) if shard else {})):
+    with learn.no_logging(), context(learn, shard):
         learn.fit(1)
         learn.save('a')
         learn.save('a.safetensors')
@@ -85,10 +71,11 @@ def saved(folder, shard):
 @needs_fsdp2
 def test_one_file_is_that_of_a_whole_model(tmp_path):
     "Byte for byte the tensors that DDP saves, shared ones shared"
-    ddp,own = [run_ranks(on_ranks, 2, saved, tmp_path/k, k=='b')[0] for k in 'ab']
-    assert differs(ddp, own)<1e-9
+    ddp,own = [run_ranks(in_group, 2, saved, tmp_path/k, k=='b')[0] for k in 'ab']
+    close(own, ddp)
     x,y = [torch.load(tmp_path/o/'models/a.pth') for o in 'ab']
-    assert differs([x['model']], [y['model']])<1e-9 and list(x)==list(y)
+    close(dict(y['model']), dict(x['model']))
+    assert list(x)==list(y)
     w = y['model']
     assert w['head.weight'].data_ptr()!=w['scale'].data_ptr() and [*w]==[*x['model']]
     again = Learner(DataLoaders([], []), net().double(), path=tmp_path/'b')
@@ -127,7 +114,7 @@ def test_a_rank_that_cannot_write_ends_the_run(background, tmp_path):
 
 @needs_fsdp2
 def test_damage_is_noticed_before_it_is_read(tmp_path):
-    with pytest.raises(RanksError, match='on purpose'): run_ranks(on_ranks, 2, train, tmp_path/'a', True, 5)
+    with pytest.raises(RanksError, match='on purpose'): run_ranks(in_group, 2, train, tmp_path/'a', True, 5)
     older,newer = snapshot.snapshots(tmp_path/'a/ck')
     good = torch.load(newer/'rows_1.pt')
     for damage in ('bit','short','gone','code'):
@@ -140,8 +127,8 @@ def test_damage_is_noticed_before_it_is_read(tmp_path):
         if damage=='code': torch.save(dict(good, rows=[os.system]), file)
         found = snapshot.newest_good(tmp_path/damage/'ck')
         assert found.folder.name==older.name and 'rows_1.pt is' in found.bad[0]
-    again = run_ranks(on_ranks, 2, train, tmp_path/'bit', True)[0]
-    assert differs(run_ranks(on_ranks, 2, train, tmp_path/'whole', True)[0]['w'], again['w'])==0
+    again = run_ranks(in_group, 2, train, tmp_path/'bit', True)[0]
+    close(again, run_ranks(in_group, 2, train, tmp_path/'whole', True)[0], 0)
 
 class Kill:
     "Ends this process at its `n`-th operation on files of a checkpoint"
@@ -165,10 +152,10 @@ def soak(folder, seed, rounds, background):
     rng,steps = random.Random(seed),[]
     for _ in range(rounds):
         kills = {rng.randrange(2): rng.randrange(1, 60)}
-        run_ranks(on_ranks, 2, killed, folder, kills, background, errors='return')
+        run_ranks(in_group, 2, killed, folder, kills, background, errors='return')
         found = snapshot.newest_good(folder/'ck') if (folder/'ck').exists() else None
         steps.append(found and found.info['step'])
-    return steps,run_ranks(on_ranks, 2, train, folder, True, every=1)
+    return steps,run_ranks(in_group, 2, train, folder, True, every=1)
 
 @pytest.mark.slow
 @needs_fsdp2
@@ -179,6 +166,6 @@ def test_killed_while_writing(seed, rounds, background, tmp_path):
     steps,ranks = soak(tmp_path/'a', seed, rounds, background)
     known = [o or 0 for o in steps]
     assert known==sorted(known) and max(known)>0
-    whole = run_ranks(on_ranks, 2, train, tmp_path/'whole', True, every=1)
-    for a,b in zip(whole, ranks): assert apart(a, b)==0
+    whole = run_ranks(in_group, 2, train, tmp_path/'whole', True, every=1)
+    close(ranks, whole, 0)
     assert not [*(tmp_path/'a/ck').glob('.*.tmp')]

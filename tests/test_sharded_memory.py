@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnerdist.all import Callback, DataLoaders, Learner, process_group
 from learnerdist.testing import run_ranks
 from learnerdist.core.shards import is_sharded
-from test_sharded import needs_fsdp2
+from harness import needs_fsdp2
 
 class Layer(nn.Module):
     def __init__(self, n):

@@ -207,11 +207,11 @@ def test_a_rank_without_items_and_one_that_cancels():
     "No NaN gradients; BatchNorm of a batch that counts for nothing sends the dtype of the others, and hooks may get None"
     names = ['ignore','Fit in before_batch, one rank']
     got = run_ranks(rank_scenes, 2, names)
-    for k in names: same(got, table.outcome(k), k, 1e-9)
+    for k in names: same(got, table.outcome(table.scenes[k]), k, 1e-9)
 
 @pytest.mark.long
 @pytest.mark.parametrize('name', table.scenes)
-def test_scene(name): same(all_scenes(), table.outcome(name), name, table.scenes[name]['tol'])
+def test_scene(name): same(all_scenes(), table.outcome(table.scenes[name]), name, table.scenes[name]['tol'])
 
 # --- faults that it has shown -----------------------------------------------------------------------------------------
 
