@@ -2,7 +2,7 @@
 
 `table_on` runs them on one rank or several, and returns plain data: what they computed, and what happened on the GPU.
 test_simulated_gpu.py compares it with the CPU; tools/gpu_table.py writes the table of docs/gpu.md."""
-import shutil, traceback
+import shutil
 from contextlib import ExitStack
 from functools import partial
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
+from harness import caught
 from scenes import F32, Boxes, OwnLoss, PartUsed, as_graph, as_lists, boxes, by_batches, classes, contrast, conv, graphs
 from scenes import half_precision, instance_normed, make, net, normed, of_boxes, picture, run, scene, squares, texts_in_dicts, weighted_ce
 from simulated_gpu import Gpu, SimulatedGPU
@@ -201,18 +202,14 @@ def table_on(names, path, n_gpus=2, **kw):
         stack.enter_context(process_group())
         for k in names:
             if sim: sim.forget()
-            got = outcome_of(k, path/k.replace(' ', '_').replace("'", ''))
+            got = caught(run_of, k, path/k.replace(' ', '_').replace("'", ''))
             res[k] = dict(got=tree_map(lambda o: o.cpu() if isinstance(o, torch.Tensor) else o, got))
             if not sim: continue
             marked = [o for o in sim.collectives if o.phase=='step']
             res[k] |= dict(waits=sim.count('step'), collectives=marked, faults=sim.faults[:])
     return res
 
-def outcome_of(name, path):
-    f = {**stories, **of_fastai}.get(name)
-    c = of_table.get(name)
-    try:
-        if c is not None: return run(c, group_size(), group_rank())
-        path.mkdir(parents=True, exist_ok=True)
-        return f(path)
-    except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
+def run_of(name, path):
+    if name in of_table: return run(of_table[name], group_size(), group_rank())
+    path.mkdir(parents=True, exist_ok=True)
+    return {**stories, **of_fastai}[name](path)

@@ -14,11 +14,11 @@ from learnerdist.testing import run_ranks
 
 needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
 
-class Failed(str): "A traceback"
+class Failed(str): "A traceback, or what was left behind"
 
 def close(a, b, tol=1e-9, at=''):
     "Equal in structure, and in numbers up to `tol`, absolute or relative; 0: bit by bit, in the same dtype. `at` says where, if not"
-    assert not isinstance(a, Failed), a
+    for o in (a, b): assert not isinstance(o, Failed), o
     if isinstance(b, L): a,b = [*a],[*b] # fastai's lists
     if isinstance(b, dict):
         assert list(a)==list(b), f'{at}: {list(a)}, {list(b)}'
@@ -45,9 +45,11 @@ def _values(name, owner):
         elif kind is WeakKeyDictionary: yield f'{name}.{k}',len(v)
         elif isinstance(v, type) and v.__module__==name: yield from _values(f'{name}.{k}', v)
 
-# Counts that name keys of the store, and the first use of the accelerator, are of a process; modules register names when they are imported
-of_process = {f'learnerdist.{o}' for o in ('core.env._counts','core.env._first_use','core.compat.names','learner.learner.fit_flags',
-                                           'learner.saving.in_folders','distributed.engine.context_callbacks')}
+# Counts that name keys of the store, the first use of the accelerator, and what has been said, are of a process; modules register names
+# when they are imported
+of_process = {f'learnerdist.{o}' for o in (
+    'core.env._counts','core.env._first_use','core.stacks._warned','core.compat.names','learner.learner.fit_flags',
+    'learner.saving.in_folders','distributed.engine.context_callbacks')}
 
 def module_state():
     "What the modules of the package and their classes hold"
@@ -60,19 +62,15 @@ def changed(before):
     after = module_state()
     return {k: (v, after.get(k)) for k,v in before.items() if after.get(k)!=v}
 
-def leaving_nothing(f, *args):
-    "The result of `f`; an error if it leaves something behind in a module"
-    before = module_state()
-    res = f(*args)
-    left = changed(before)
-    return dict(error=f'left in modules, before and after: {left}') if left else res
-
 # --- functions on ranks ---------------------------------------------------------------------------------------------------
 
 def caught(f, *args, **kw):
-    "What `f` returns, or its traceback"
-    try: return f(*args, **kw)
+    "What `f` returns; `Failed` with its traceback, or if it leaves something behind in a module of the package"
+    before = module_state()
+    try: res = f(*args, **kw)
     except Exception: return Failed(traceback.format_exc())
+    left = changed(before)
+    return Failed(f'left in modules, before and after: {left}') if left else res
 
 def in_group(f, *args, **kw):
     "What `f` returns in a group of all ranks, or in one process"

@@ -2,7 +2,7 @@
 
 `scenes` is the table: name → settings, which override those of `base`. `run` does one of them, on one process or as
 one of W ranks, and returns plain data; test_scenes.py compares. A new scene is a line of the table."""
-import copy, itertools, traceback
+import copy, itertools
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
-from harness import leaving_nothing
+from harness import caught
 from helpers import Stream
 from learnerdist.all import (AvgMetric, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException,
                              CancelTrainException, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL, accuracy, average_grads,
@@ -451,17 +451,12 @@ def run(c, W=1, rank=0, learn=None):
         if c['preds']: res['preds'] = tree_leaves(learn.get_preds())
     return {k:v for k,v in res.items() if k not in unlike}
 
-def outcome(c, W=1, rank=0):
-    "Of a scene, or its error; of one that one process cannot do, nothing"
-    if W==1 and not c['alone']: return {}
-    try: return run(c, W, rank)
-    except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
-
 def of_table(name): return scenes[name]
+def alone(name): return run(scenes[name]) if scenes[name]['alone'] else {}
 
-def rank_runs(names, of=of_table):
-    "The result on this rank of the scene `of` each name, or its error; also if it leaves something behind"
-    with process_group(): return {k: leaving_nothing(outcome, of(k), group_size(), group_rank()) for k in names}
+def rank_runs(names, of=of_table, run=run):
+    "What `run` gives on this rank of the scene `of` each name, or that it has failed"
+    with process_group(): return {k: caught(run, of(k), group_size(), group_rank()) for k in names}
 
 # --- the table --------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from harness import close
-from scenes import F32, F64, OnOneRank, draws, make, result, run, scene
+from scenes import F32, F64, OnOneRank, draws, make, rank_runs, result, scene
 from learnerdist.all import (EMA, Callback, CancelBatchException, CancelFitException, Checkpoint, EarlyStoppingCallback,
                              GradientAccumulation, accuracy, group_rank, group_size, process_group)
 from learnerdist.learner.techniques import GradientClip, MixedPrecision
@@ -63,13 +63,12 @@ scenes = dict(
     early_stopping=of_bits(cbs=lambda: [EarlyStoppingCallback('valid_loss', min_delta=10., patience=1)], fits=[5]),
     double=of_bits(n_valid=83, dtype=F64, fits=[6])) # sums of validation are rounded
 
-def runs(names):
-    with process_group(): return {k: run(scenes[k], group_size(), group_rank()) for k in names}
+def of_these(name): return scenes[name]
 
 @pytest.fixture(scope='module')
 def on():
     @cache
-    def _on(W, *names): return run_ranks(runs, W, names, timeout_s=300) if W>1 else [runs(names)]
+    def _on(W, *names): return run_ranks(rank_runs, W, names, of_these, timeout_s=300) if W>1 else [rank_runs(names, of_these)]
     return _on
 
 @pytest.mark.parametrize('name', scenes)

@@ -21,7 +21,7 @@ from fastai.learner import (CancelBackwardException, CancelBatchException, Cance
 from fastai.losses import CrossEntropyLossFlat, LabelSmoothingCrossEntropy, LabelSmoothingCrossEntropyFlat
 from fastai.optimizer import SGD, Adam
 from torch import nn
-from test_fastai import F64, accuracy, asking, close, ctx, data, floats, history, make, on_1_and_2, on_ranks, per_rank, same, state
+from test_fastai import F64, accuracy, asking, close, ctx, data, floats, history, make, on_1_and_2, per_rank, same, state
 from learnerdist.core.env import current_group, group_rank, group_size
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
@@ -239,30 +239,6 @@ def test_mixing_draws_on_each_rank_and_trains_one_model(Ws, found):
         for o in ('MixUp','CutMix'):
             shows(f'6 `{o}`', W, 'each rank draws its own mixtures; the same bits on all ranks, and in a second run' if W>1 else
                   'other draws than without a context; the same in a second run')
-
-class OwnLoss(Callback):
-    "Views of a sample, and a loss of its own, as for SimCLR, MoCo and BYOL"
-    def __init__(self, of): self.of = of
-    def before_fit(self): self.learn.loss_func = self.lf
-    def before_batch(self): self.n,self.learn.yb = len(self.x),(self.x.flip(-1)[:,:3],)
-    def lf(self, pred, y): return own_losses[self.of](pred, y, self.n).float()
-
-own_losses = dict(pairs=lambda a, b, n: nn.functional.cross_entropy(a@b.T, torch.arange(len(a))),
-                  each=lambda a, b, n: (a-b).square().sum(-1).mean(),
-                  size=lambda a, b, n: (a-b.view(n, 3)).square().mean()) # of its own batch only
-
-def losses_of_callbacks(W, rank, path):
-    res = {}
-    for of in own_losses:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter('always')
-            with ctx(learn := make(W, rank, metrics=[]), W): learn.fit(1, cbs=OwnLoss(of))
-        res[of] = sorted({str(o.message).split(']')[0][1:] for o in seen if str(o.message)[:1]=='['})
-    return res
-
-def test_the_loss_of_a_callback_is_checked():
-    got,_ = run_ranks(on_ranks, 2, losses_of_callbacks, None) # rank 0 warns
-    assert got==dict(pairs=['loss-not-mean'], each=[], size=['loss-unknown'])
 
 def collects(W, rank, path):
     learn,stats,kept = make(W, rank, n=96, metrics=[]),ActivationStats(with_hist=False),CollectDataCallback()

@@ -2,11 +2,9 @@
 import json, sys, tarfile
 from pathlib import Path
 import pytest
-from torch.distributed import HashStore
 pytest.importorskip('fastai')
 sys.path.insert(0, str(Path(__file__).parent.parent/'tools'))
 import fastai_notebooks as tool
-from learnerdist.core.env import unpack_error
 from stand_ins import standing_in
 
 cells = ['#| default_exp metrics', '#| export\nraise SystemExit(1)', '#| slow\n1/0', '#|eval: false\n1/0', # not run
@@ -52,34 +50,6 @@ def test_every_way(folder, monkeypatch):
     tool.write(tool.section({'13b_metrics': res}), page)
     text = page.read_text()
     assert '- a file: 13b_metrics (cell 14).' in text and 'old' not in text and text.endswith('-->\nrest\n')
-
-def test_a_run_in_parts(tmp_path):
-    "Outcomes are kept as they come, and taken from there"
-    ran,file = [],tmp_path/'all.json'
-    def run(path):
-        ran.append(path.stem)
-        if path.stem=='02': raise KeyboardInterrupt
-        return dict(plain={3: 'ok'}, ranks={3: 'rank 1: KeyError: 1'})
-    with pytest.raises(KeyboardInterrupt): tool.of_all([Path('01.ipynb'),Path('02.ipynb')], ['plain','ranks'], run, file)
-    res = tool.of_all([Path('01.ipynb'),Path('00.ipynb')], ['plain','ranks'], run, file)
-    assert ran==['01','02','00'] and [*res]==['00','01'] and res['01']==res['00']==run(Path('00'))
-    assert [*tool.of_all([Path('03.ipynb')], ['plain'], lambda path: dict(plain={1: 'ok'}), file)]==['03'] # others were run in other ways
-
-def test_the_limit_of_a_cell_that_has_failed():
-    "It ends no notebook: the signal may come while the error is read"
-    cell = ['import time','end = time.process_time()+.4','class Slow(Exception):','    def __str__(self):',
-            '        while time.process_time()<end: pass','        return "slow"','raise Slow']
-    assert tool.outcome('\n'.join(cell), {}, .2)=='Slow: slow'
-    assert tool.outcome('while True: pass', {}, .2)=='TimeoutError: takes over 0.2 s'
-
-def test_ranks_that_wait_hear_of_the_end_of_a_cell(tmp_path, monkeypatch):
-    "Rank 1 has ended it, and rank 0 before"
-    store = HashStore()
-    for name,value in dict(num_distrib=2, rank_distrib=1, in_group=False, shared_store=store).items():
-        monkeypatch.setattr(tool, name, lambda value=value: value)
-    (tmp_path/'outcome-3-0').write_text('ok')
-    tool.end_cell(tmp_path, 3, 'ok')
-    assert 'rank 1 has ended this cell' in str(unpack_error(store.get('left').decode()))
 
 def test_no_notebooks(folder):
     (folder/'empty').mkdir()

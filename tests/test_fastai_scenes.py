@@ -1,5 +1,5 @@
 "Scenes of the table with fastai's Learner: some on 2 ranks, and before a release each on 3, are what they are on one process"
-import functools, traceback, warnings
+import functools, warnings
 from functools import partial
 import pytest
 pytest.importorskip('fastai')
@@ -8,12 +8,11 @@ from fastai.data.core import DataLoaders, TfmdDL
 from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper
 from torch.utils._pytree import tree_leaves
-from learnerdist.core.env import group_rank, group_size, process_group
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 from harness import close
 from helpers import OneFloat
-from scenes import make, scenes
+from scenes import make, of_table, rank_runs, scenes
 
 warnings.filterwarnings('ignore')
 
@@ -36,8 +35,7 @@ def fastais(c, W, rank):
     splitter = c['splitter'] or (lambda m: [[*m.parameters()]])
     return Learner(dls, ours.model, OneFloat(ours.loss_func), opt, lr=c['lr'], splitter=splitter)
 
-def run(name, W=1, rank=0):
-    c = scenes[name]
+def run(c, W=1, rank=0):
     learn,ctx = fastais(c, W, rank),dict(c['ctx'])
     if W==1: ctx.pop('split_batches', None)
     torch.manual_seed(7)
@@ -49,25 +47,18 @@ def run(name, W=1, rank=0):
         if c['preds']: res['preds'] = tree_leaves(learn.get_preds())
     return {k: tree_leaves(v) for k,v in res.items()}
 
-def outcome(*args):
-    try: return run(*args)
-    except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
-
 # By number of ranks: one of each kind of what the engine's adapter does; before a release all
 names = {2: ('linear','bn','find_unused','static','one_valid','InstanceNorm','contrastive','inputs changed in place','ignore',
              '47, drop_last','focal','graph','counted','split_11','targets changed in place'), 3: exact+rounded}
-def rank_runs(names):
-    with process_group(): return {k: outcome(k, group_size(), group_rank()) for k in names}
 
 @functools.cache
-def on_ranks(W): return run_ranks(rank_runs, W, names[W], timeout_s=300)
+def on_ranks(W): return run_ranks(rank_runs, W, names[W], of_table, run, timeout_s=300)
 
 @pytest.mark.parametrize('W,name', [pytest.param(W, k, marks=[pytest.mark.long]*(W==3)) for W,ks in names.items() for k in ks])
 def test_scene(W, name):
-    want,ranks = outcome(name),on_ranks(W)
-    for r in ranks:
-        assert 'error' not in want and 'error' not in r[name], (want.get('error'),r[name].get('error'))
+    want = run(scenes[name])
+    for r in (ranks := [o[name] for o in on_ranks(W)]):
         for k in want:
             recorded = k in ('losses','values','validate')
-            close(r[name][k], want[k], 1e-6 if recorded else 1e-9 if name in exact else 1e-7)
-        assert all(map(torch.equal, r[name]['state'], ranks[0][name]['state']))
+            close(r[k], want[k], 1e-6 if recorded else 1e-9 if name in exact else 1e-7)
+        assert all(map(torch.equal, r['state'], ranks[0]['state']))

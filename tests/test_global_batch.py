@@ -10,8 +10,9 @@ from learnerdist.all import (Callback, CancelBatchException, CancelEpochExceptio
 from learnerdist.distributed import profiling
 from learnerdist.data.sharding import count_parts
 from learnerdist.testing import run_ranks
-from harness import Failed, caught, close
-from scenes import OnOneRank, adversarial, contrast, losses, make, net, normed, recorded, run, scene, scenes
+from test_scenes import same
+from harness import close
+from scenes import OnOneRank, adversarial, contrast, losses, make, net, normed, rank_runs, recorded, run, scene, scenes
 
 # --- the same run -----------------------------------------------------------------------------------------------------
 
@@ -30,12 +31,9 @@ names = [k for k,c in scenes.items() if can_be_cut(k, c)]
 # By number of ranks: samples in a step, at most in a micro-batch
 dials = {1: (12, 5), 2: (12, 2), 3: (10, 2), 4: (12, 1)}
 
-def dialled(k, W, **kw):
-    G,m = dials[W]
-    return dict(scenes[k], bs=G, ctx=dict(scenes[k]['ctx'], global_bs=G, max_bs=m), **kw)
-
-def rank_scenes(ks, **kw):
-    with process_group(): return {k: caught(run, dialled(k, group_size(), **kw), group_size(), group_rank()) for k in ks}
+def dialled(k):
+    G,m = dials[group_size()]
+    return dict(scenes[k], bs=G, ctx=dict(scenes[k]['ctx'], global_bs=G, max_bs=m))
 
 # A fourth of them on 1 or 2 ranks; before a release each on 2, and some on 3 and 4. That what is dealt is the same, test_dealing.py shows
 dealt = [(1, names[3::12]), (2, [*dict.fromkeys([*names[::6],*recorded])])]
@@ -46,23 +44,18 @@ dealt += [pytest.param(W, ks, marks=pytest.mark.long)
 def test_scenes(W, ks):
     assert len(names)>80 and {*losses}-{'contrastive'}<={*names}
     ks = [k for k in ks if W!=3 or 'loader' not in k] # their callbacks have batches of 12
-    ranks = run_ranks(rank_scenes, W, ks, timeout_s=300) if W>1 else [{k: caught(run, dialled(k, 1)) for k in ks}]
-    for k in ks:
-        want = run(dict(scenes[k], bs=dials[W][0]))
-        for r in ranks:
-            assert not isinstance(r[k], Failed), f'{k}: {r[k]}'
-            for o in want.keys()-{'ids'}: close(r[k][o], want[o], scenes[k]['tol'], f'{k}, {o}')
+    ranks = run_ranks(rank_runs, W, ks, dialled, timeout_s=300) if W>1 else [rank_runs(ks, dialled)]
+    for k in ks: same(ranks, run(dict(scenes[k], bs=dials[W][0])), k, scenes[k]['tol'])
 
 groups = dict(accumulate=20, whole=False) # two batches of 12, or one at the end: more samples than are asked for, or fewer
+def grouped(k): return dict(dialled(k), **groups)
 
 @pytest.mark.parametrize('W,every', [(2, 12), pytest.param(1, 3, marks=pytest.mark.long), pytest.param(2, 3, marks=pytest.mark.long)])
 def test_batches_of_parts_that_are_accumulated(W, every):
     "Gradients of the group's earlier batches get the scale of all its items, too"
     ks = [*dict.fromkeys([*names[::every],'mse','tokens','sampler without a length'])]
-    for r in run_ranks(partial(rank_scenes, **groups), W, ks, timeout_s=300):
-        for k in ks:
-            want = run(dict(scenes[k], bs=12, **groups))
-            for o in want.keys()-{'ids'}: close(r[k][o], want[o], scenes[k]['tol'], f'{k}, {o}')
+    ranks = run_ranks(rank_runs, W, ks, grouped, timeout_s=300)
+    for k in ks: same(ranks, run(dict(scenes[k], bs=12, **groups)), k, scenes[k]['tol'])
 
 # --- one reduction a step, memory. That a fit goes on, test_bits.py shows ------------------------------------------------
 

@@ -1,7 +1,7 @@
 "Two at a time of what may happen in a fit: on 2 ranks each pair is what it is on one process, and `verify` says so"
 import itertools
 import pytest, torch
-from harness import close, leaving_nothing
+from harness import Failed, caught, close
 from scenes import Cancels, make, net, normed, result, run, scene
 from helpers import At
 from learnerdist.all import EMA, Callback, CancelBatchException, Checkpoint, group_rank, group_size, process_group
@@ -58,7 +58,7 @@ def interrupted(names, path):
 def rank_pairs(path):
     def one(names): return interrupted(names, path) if 'checkpoint' in names else fit(names)
     with process_group(): pass # the store of the launch is opened
-    return {k: leaving_nothing(one, k) for k in pairs}
+    return {k: caught(one, k) for k in pairs}
 
 @pytest.fixture(scope='module')
 def ranks(tmp_path_factory): return run_ranks(rank_pairs, 2, tmp_path_factory.mktemp('pairs'), timeout_s=200)
@@ -67,9 +67,8 @@ def ranks(tmp_path_factory): return run_ranks(rank_pairs, 2, tmp_path_factory.mk
 def test_pair(ranks, names):
     want = fit(names)
     for r in ranks:
-        got = r[names]
-        assert 'error' not in got, got['error']
-        for k in got: close(got[k], want[k], 1e-9)
+        assert not isinstance(r[names], Failed), r[names]
+        for k,got in r[names].items(): close(got, want[k])
 
 each = [pytest.param((k,), marks=pytest.mark.long) for k in traits if k!='checkpoint']
 @pytest.mark.parametrize('names', [*each,tuple(traits)], ids='-'.join)

@@ -147,7 +147,9 @@ for_rank0 = dict(
     rank0_boxes=lambda ctx: preds(ctx, model=Fn(boxes), loss=bare_loss, gather='rank0'),
     rank0_one=lambda ctx: preds(ctx, n=1, train=dl(4), gather='rank0', with_loss=True))
 
-def predicted(W, rank, path): return {k: caught(f, in_ctx) for k,f in {**cases,**random_cases,**for_rank0}.items()}
+def predicted(W, rank, path):
+    preds(in_ctx) # opens what stays in this group
+    return {k: caught(f, in_ctx) for k,f in {**cases,**random_cases,**for_rank0}.items()}
 def streamed(W, rank, path): return [stream_preds(o) for o in (0,1,2)]
 types = torch.float32,torch.float16,torch.bfloat16,torch.bool
 def own_rows(W, rank, path):

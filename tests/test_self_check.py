@@ -357,9 +357,10 @@ def nt_xent(p, _=None):
     sim = (p@p.T).masked_fill(torch.eye(2*n, dtype=torch.bool), -1e9)
     return F.cross_entropy(sim/.5, torch.cat([torch.arange(n, 2*n),torch.arange(n)]))
 class TwoViews(Callback):
-    "SimCLR: the batch is doubled"
+    "SimCLR: the batch is doubled, and the loss is one of the callback"
+    def before_fit(self): self.learn.loss_func = nt_xent
     def before_batch(self): self.learn.xb = (torch.cat([self.xb[0]+.1*torch.randn_like(self.xb[0]) for _ in range(2)]),)
-def simclr(): return learner(loss=nt_xent, cbs=TwoViews())
+def simclr(): return learner(cbs=TwoViews())
 def two_views(m, x): return m.net(torch.cat([x+.1*torch.randn_like(x) for _ in range(2)]))
 def simclr_in_model(): return learner(Of(two_views, net()), nt_xent)
 

@@ -17,7 +17,7 @@ from test_cuda import rank_simulated
 from learnerdist.fastai import setup_distrib
 from learnerdist.launch import cli, processes
 from learnerdist.testing import run_ranks
-from harness import close
+from harness import Failed,close
 
 page,begin,end = root/'docs/gpu.md','<!-- tools/gpu_table.py writes this -->','<!-- to here -->'
 package = root/'learnerdist'
@@ -75,7 +75,7 @@ def device_lines(path)->set:
 def rows(one, cpu, two):
     for k in names:
         found = [o[k]['got'] for o in (one,*cpu,*two)]
-        errors = [o['error'].splitlines()[-1] for o in found if isinstance(o, dict) and 'error' in o]
+        errors = [o.splitlines()[-1] for o in found if isinstance(o, Failed)]
         if errors: yield k,errors[0],'','',''
         else:
             ref = cpu[1] if k=="fastai's first script" else cpu[0] # that one has dropout: on two ranks, too
