@@ -179,12 +179,6 @@ def test_twenty_restarts_leave_nothing_open(tmp_path):
     n = [*map(int, (tmp_path/'open').read_text().split())]
     assert len(n)==21 and max(n[11:])<=max(n[1:11]), n
 
-@pytest.mark.long # a file, test_a_signal_alone_leaves_a_file shows; ranks and the status, test_checkpoint.py
-def test_a_signal_leaves_a_file(tmp_path, undisturbed):
-    code,res,text = run(tmp_path, {}, 'SIGTERM', every=1, in_memory=True)
-    assert code==75 and res is None and [o.name for o in (tmp_path/'ckpt').iterdir()]==['epoch_0000-step_00000002'], text
-    assert same(undisturbed(), without_launcher(checkpoint.fit, 2, tmp_path))
-
 @slow
 def test_sharded(tmp_path):
     ref = without_launcher(sharded, 2, tmp_path/'ref')
