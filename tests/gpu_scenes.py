@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 from harness import caught
-from scenes import F32, Boxes, OwnLoss, PartUsed, as_graph, as_lists, boxes, by_batches, classes, contrast, conv, graphs
-from scenes import half_precision, instance_normed, make, net, normed, of_boxes, picture, run, scene, squares, texts_in_dicts, weighted_ce
+from scenes import F32, OwnLoss, as_graph, as_lists, boxes, by_batches, classes, contrast, conv, detector, graphs
+from scenes import half_precision, instance_normed, make, net, normed, of_boxes, part_used
+from scenes import picture, run, scene, squares, texts_in_dicts, weighted_ce
 from simulated_gpu import Gpu, SimulatedGPU
 from learnerdist.all import EMA, AccumMetric, Callback, Checkpoint, GradientClip, MixedPrecision, accuracy, distrib_barrier
 from learnerdist.all import group_rank, group_size, process_group
@@ -59,12 +60,12 @@ def hooked(k, tol): return scene(dtype=F32, tol=tol, opt=torch.optim.SGD, **ctx(
 of_table = {
     'mean squares': scene(), 'cross-entropy': scene(ds=classes, loss=F.cross_entropy, metrics=[accuracy]),
     'convolutions': picture(model=conv), 'BatchNorm': scene(model=normed), 'InstanceNorm': scene(model=instance_normed),
-    'unused parameters': picture(model=PartUsed, **ctx(find_unused_parameters=True)),
+    'unused parameters': picture(model=part_used, **ctx(find_unused_parameters=True)),
     'ignored labels': scene(ds=rare, loss=nn.CrossEntropyLoss()), 'class weights': scene(ds=classes, loss=weighted_ce),
     'items of a device on one rank': scene(ds=classes, loss=counts_on_a_device),
     'a sum': scene(loss=squares, lr=.002), 'a loss of the whole batch': scene(loss=contrast),
     "the model's own loss": scene(ds=texts_in_dicts, model=OwnLoss, loss=None, **ctx(find_unused_parameters=True)),
-    'detection': scene(ds=boxes, loader=by_batches, model=Boxes, dl=dict(collate_fn=as_lists), loss=of_boxes, preds=False),
+    'detection': scene(ds=boxes, loader=by_batches, model=detector, dl=dict(collate_fn=as_lists), loss=of_boxes, preds=False),
     'graphs': scene(ds=graphs, dl=dict(collate_fn=as_graph), preds=False),
     'a metric of all rows': scene(ds=classes, loss=F.cross_entropy, metrics=lambda: [AccumMetric(macro)]),
     'pinned memory': scene(dl=dict(pin_memory=True)), 'AdamW': scene(opt=torch.optim.AdamW, lr=.01), 'GradientClip': scene(cbs=clip),

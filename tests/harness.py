@@ -9,7 +9,7 @@ import pytest, torch
 from fastcore.foundation import L
 from torch import Tensor
 from learnerdist.core.compat import fsdp_on_cpu
-from learnerdist.core.env import group_rank, group_size, num_distrib, process_group, rank_distrib
+from learnerdist.core.env import group_rank, group_size, num_distrib, process_group, rank_distrib, shared_store
 from learnerdist.testing import run_ranks
 
 needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
@@ -86,6 +86,7 @@ def alone_on_ranks(func, *args):
 
 def each_of(kinds, path):
     "What functions return on this rank, by their names; an error of one leaves the others"
+    shared_store() # of the launch: it stays
     return {f.__name__: caught(call, f, path) for call,funcs in kinds.items() for f in funcs}
 
 def asking(*funcs, alone=(), prepare=lambda path: None, env=None):

@@ -49,6 +49,14 @@ class Stream(IterableDataset):
     def __init__(self, items): self.items = items
     def __iter__(self): return iter(self.items)
 
+class Of(nn.Module):
+    "A model of one function, of itself and of the inputs, around layers"
+    def __init__(self, func, **layers):
+        super().__init__()
+        self.func = func
+        for k,m in layers.items(): setattr(self, k, m)
+    def forward(self, *xs): return self.func(self, *xs)
+
 class OneFloat(nn.Module):
     "A loss in float32, which fastai's Recorder asks for; its gradients are in float64 all the same"
     def __init__(self, func):

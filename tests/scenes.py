@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from harness import caught
-from helpers import Stream
+from helpers import Of, Stream
 from learnerdist.all import (AvgMetric, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException,
                              CancelTrainException, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL, accuracy, average_grads,
                              default_device, gather_with_grad, group_rank, group_size, process_group)
@@ -91,30 +91,17 @@ def bn_frozen():
     return m
 def bn_cumulative(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 3))
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn,self.out = nn.LSTM(4, 5, batch_first=True),nn.Linear(5, 3)
-    def forward(self, x): return self.out(self.rnn(x.flatten(1).view(len(x), 4, 4))[0][:,-1])
-
-class TwoInTwoOut(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a,self.b = nn.Linear(16, 3),nn.Linear(3, 3)
-    def forward(self, x, z): return self.a(x.flatten(1))+self.b(z), {'side': self.b(z)}
-
-class OfDict(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(16, 3)
-    def forward(self, b): return dict(b, logits=self.lin(b['in'][0].flatten(1))*b['in'][1]['scale'][:,None])
-
-class PartUsed(nn.Module):
-    "Its second layer takes no part"
-    def __init__(self):
-        super().__init__()
-        self.used,self.idle = nn.Linear(16, 3),nn.Linear(2, 2)
-    def forward(self, x): return self.used(x.flatten(1))
+def last_state(m, x): return m.out(m.rnn(x.flatten(1).view(len(x), 4, 4))[0][:,-1])
+def recurrent(): return Of(last_state, rnn=nn.LSTM(4, 5, batch_first=True), out=nn.Linear(5, 3))
+def with_side(m, x, z): return m.a(x.flatten(1))+m.b(z), {'side': m.b(z)}
+def two_in_two_out(): return Of(with_side, a=nn.Linear(16, 3), b=nn.Linear(3, 3))
+def adds_logits(m, b): return dict(b, logits=m.lin(b['in'][0].flatten(1))*b['in'][1]['scale'][:,None])
+def of_dict(): return Of(adds_logits, lin=nn.Linear(16, 3))
+def part_used(): return Of(lambda m, x: m.used(x.flatten(1)), used=nn.Linear(16, 3), idle=nn.Linear(2, 2))
+def centers(m, xs): return [dict(center=m.lin(x).mean(0)) for x in xs]
+def detector(): return Of(centers, lin=nn.Linear(4, 2))
+def of_nodes(): return Of(lambda m, x, ids: m.net(x).sum(1), net=net())
+def writes(): return Of(lambda m, b: m.net(b.sub_(.5)), net=net()) # changes what it is given
 
 class Tags(nn.Module):
     def __init__(self):
@@ -136,26 +123,6 @@ class OwnLoss(Tags):
 class ByName(OwnLoss):
     "Takes its inputs by name, as models of transformers do: `forward` gets the keys that it names"
     def forward(self, x, labels, absent=None): return super().forward(dict(x=x, labels=labels))
-
-class Boxes(nn.Module):
-    "From a list of pictures to a list of dicts"
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 2)
-    def forward(self, xs): return [dict(center=self.lin(x).mean(0)) for x in xs]
-
-class OfNodes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = net()
-    def forward(self, x, ids): return self.net(x).sum(1)
-
-class Writes(nn.Module):
-    "Changes what it is given"
-    def __init__(self, how):
-        super().__init__()
-        self.how,self.net = how,net()
-    def forward(self, b): return self.net(self.how(b))
 
 # --- losses and metrics -----------------------------------------------------------------------------------------------
 
@@ -464,18 +431,18 @@ picture = partial(scene, model=linear, ds=pictures, n=40, loss=F.cross_entropy, 
 adam = dict(opt=torch.optim.Adam, lr=.01)
 adamw = dict(opt=torch.optim.AdamW, lr=.01)
 scenes = dict(
-    linear=picture(sees=True), conv=picture(model=conv), lstm=picture(model=Recurrent), adam=picture(**adam),
+    linear=picture(sees=True), conv=picture(model=conv), lstm=picture(model=recurrent), adam=picture(**adam),
     conv_37_drop=picture(n=37, dl=dict(drop_last=True), model=conv, sees=True), rms=picture(opt=torch.optim.RMSprop, lr=.01),
     bn=picture(model=bn), bn_adam=picture(model=bn_no_bias, **adam), bn_frozen=picture(model=bn_frozen),
     bn_cumulative=picture(model=bn_cumulative), no_sync_bn=picture(ctx=dict(seed=3, sync_bn=False)),
     split=picture(model=bn, ctx=dict(seed=3, split_batches=True), sees=True),
     split_11=picture(model=bn, bs=11, ctx=dict(seed=3, split_batches=True), sees=True), # which no number of ranks divides
-    find_unused=picture(model=PartUsed, ctx=dict(seed=3, find_unused_parameters=True)),
+    find_unused=picture(model=part_used, ctx=dict(seed=3, find_unused_parameters=True)),
     static=picture(model=conv, ctx=dict(seed=3, static_graph=True)),
     view=picture(model=conv, ctx=dict(seed=3, gradient_as_bucket_view=True)),
     buffers=picture(model=bn, ctx=dict(seed=3, broadcast_buffers=True)),
-    dict=picture(model=OfDict, ds=as_dicts, loss=dict_loss, metrics=[dict_right], sees=True),
-    two=picture(model=TwoInTwoOut, ds=as_pairs, loss=two_loss, metrics=[two_right]),
+    dict=picture(model=of_dict, ds=as_dicts, loss=dict_loss, metrics=[dict_right], sees=True),
+    two=picture(model=two_in_two_out, ds=as_pairs, loss=two_loss, metrics=[two_right]),
     stream=picture(ds=streamed(pictures), val_ds=pictures, sees=True),
     groups=picture(model=conv, splitter=groups_of, lr=[.01, .1]),
     groups_slice=picture(model=conv, splitter=groups_of, lr=slice(1e-3, .1)),
@@ -510,11 +477,11 @@ scenes |= {'47, drop_last': scene(n=47, model=normed, dl=dict(drop_last=True)),
 # Batches of any structure
 scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
            'batch sampler': scene(n=45, loader=by_batches), 'sampler without a length': scene(n=45, loader=by_sampler),
-           'detection': scene(n=45, ds=boxes, loader=by_batches, model=Boxes, dl=dict(collate_fn=as_lists), loss=of_boxes, preds=False),
+           'detection': scene(n=45, ds=boxes, loader=by_batches, model=detector, dl=dict(collate_fn=as_lists), loss=of_boxes, preds=False),
            'graph': scene(ds=graphs, dl=dict(collate_fn=as_graph), preds=False),
-           'a loss of nodes': scene(ds=graphs, dl=dict(collate_fn=as_graph_with_ids), model=OfNodes, loss=huber, n_inp=2,
+           'a loss of nodes': scene(ds=graphs, dl=dict(collate_fn=as_graph_with_ids), model=of_nodes, loss=huber, n_inp=2,
                                     metrics=[distance], preds=False),
-           'inputs changed in place': scene(model=lambda: Writes(lambda x: x.sub_(.5)))}
+           'inputs changed in place': scene(model=writes)}
 # Cancelled
 in_batch = 'before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_batch'
 by_all = [(o, CancelBatchException) for o in in_batch[:-1]]+[(o, CancelFitException) for o in in_batch]
@@ -569,7 +536,7 @@ scenes |= {'groups, even': micro(), 'groups, the last one short': micro(42), 'gr
            'groups, stream': of_four(ds=streamed(points), val_ds=points), 'groups, adam': of_four(**adam),
            'groups, static graph': of_four(ctx=dict(seed=3, static_graph=True)),
            'groups, view': of_four(ctx=dict(seed=3, gradient_as_bucket_view=True)),
-           'groups, unused': of_four(ds=pictures, loss=F.cross_entropy, model=PartUsed, ctx=dict(seed=3, find_unused_parameters=True)),
+           'groups, unused': of_four(ds=pictures, loss=F.cross_entropy, model=part_used, ctx=dict(seed=3, find_unused_parameters=True)),
            'groups, bn': micro(86, 48, 4, 48, model=normed, whole=False)} # its statistics are those of a batch, not of a group
 scenes |= {f'clip {k}': scene(cbs=partial(clips, **kw)) for k,kw in dict(
     norm=dict(max_norm=.3), norm1=dict(max_norm=.5, norm_type=1.), max=dict(max_norm=.1, norm_type=float('inf')),

@@ -16,6 +16,7 @@ from fastai.text.data import LMDataLoader, Pad_Input, SortedDL
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
+from helpers import Of
 from test_fastai import CrossEntropy, accuracy, asking, ctx, data, floats, history, items, on_1_and_2, per_rank, plain, same
 from learnerdist.core.collectives import gather_rows
 from learnerdist.fastai import *
@@ -164,12 +165,7 @@ def test_a_loader_that_nothing_is_known_of_is_an_error():
         def __iter__(self): yield from [1]
     with pytest.raises(ValueError, match='Own cannot be split.*register'): ShareDL.from_dl(Own(), 0, 2)
 
-class Bag(nn.Module):
-    "Padding matters to it"
-    def __init__(self):
-        super().__init__()
-        self.emb,self.out = nn.Embedding(20, 6),nn.Linear(6, 3)
-    def forward(self, x): return self.out(self.emb(x).mean(1))
+def bag(): return Of(lambda m, x: m.out(m.emb(x).mean(1)), emb=nn.Embedding(20, 6), out=nn.Linear(6, 3)) # padding matters to it
 
 def sentences(n, seed):
     g = torch.Generator().manual_seed(seed)
@@ -184,7 +180,7 @@ def sorted_texts(W, rank):
                                  before_batch=Pad_Input(), num_workers=0)
     dls.loaders[1] = dls.valid.new(bs=12)
     torch.manual_seed(7)
-    learn = Learner(dls, Bag(), CrossEntropy(), opt_func=SGD, lr=.1, metrics=[accuracy])
+    learn = Learner(dls, bag(), CrossEntropy(), opt_func=SGD, lr=.1, metrics=[accuracy])
     with ctx(learn, W):
         learn.fit(2)
         inputs = learn.get_preds(with_input=True)[0]

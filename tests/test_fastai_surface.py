@@ -227,18 +227,8 @@ def test_amp_is_on():
     with learn.no_bar(), learn.no_logging(): learn.fit(1, amp=True, cbs=seen)
     assert seen.seen=={torch.bfloat16}
 
-class Generator(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(8, 12)
-    def forward(self, x): return self.lin(x).view(-1, 3, 2, 2)
-
-class Critic(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(12, 1)
-    def forward(self, x): return self.lin(x.flatten(1)).view(-1)
-
+def generator(): return nn.Sequential(nn.Linear(8, 12), nn.Unflatten(1, (3,2,2)))
+def critic(): return nn.Sequential(nn.Flatten(), nn.Linear(12, 1), nn.Flatten(0))
 def gen_loss(fake, out, target): return ((out-target)**2).mean()-fake.mean()
 def crit_loss(real, fake): return (fake-real).mean()
 
@@ -251,7 +241,7 @@ def gan(W, rank, path, n=48):
     g = torch.Generator().manual_seed(0)
     ds = list(zip(torch.randn(n, 8, generator=g), torch.randn(n, 3, 2, 2, generator=g)))
     kw = dict(switcher=FixedGANSwitcher(1, 1), opt_func=SGD, lr=.01, gen_first=False)
-    learn = GANLearner(loaders(ds, 12, W, ds[:12]), Generator(), Critic(), gen_loss, crit_loss, metrics=size_of, **kw)
+    learn = GANLearner(loaders(ds, 12, W, ds[:12]), generator(), critic(), gen_loss, crit_loss, metrics=size_of, **kw)
     learn.recorder.train_metrics = n!=48
     with ctx(learn, W, **(dict(find_unused_parameters=True) if W else {})):
         learn.fit(2)

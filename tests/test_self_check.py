@@ -6,7 +6,7 @@ import numpy as np, pytest, torch
 from torch import nn, tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from helpers import data, net, sgd, size, weights
+from helpers import Of, data, net, sgd, size, weights
 from learnerdist.all import (Callback, Checkpoint, CSVLogger, DataLoaders, EMA, GradientAccumulation, GradientClip, Learner, TfmdDL,
                              all_sum, average_grads, gather_with_grad, get_model, group_rank, process_group, sync_batchnorm)
 from learnerdist.command import entries
@@ -35,13 +35,6 @@ def fitted(make, n=1, **ctx):
         assert {o.filename for o in ours} <= {__file__}
         return weights(learn),[str(o.message) for o in ours]
 
-class Of(nn.Module):
-    "A model of one function, of itself and of the inputs, around a network"
-    def __init__(self, func, net):
-        super().__init__()
-        self.func,self.net = func,net
-    def forward(self, *xs): return self.func(self, *xs)
-
 # --- scripts that are the same on any number of ranks -----------------------------------------------------------------------
 
 class Lerp(Callback):
@@ -67,7 +60,7 @@ def twice(b): return torch.stack([o[0] for o in b]),torch.stack([o[1] for o in b
 def detector():
     dls = DataLoaders(DataLoader(data(), size(), shuffle=True, collate_fn=twice))
     dls.n_inp = 2
-    return Learner(dls, Of(detects, net()), of_detector, sgd)
+    return Learner(dls, Of(detects, net=net()), of_detector, sgd)
 
 class Teachers(Callback):
     def __init__(self): self.teachers = [net(seed=6),net(seed=7)]
@@ -83,7 +76,7 @@ def penalised(out, y):
     p,x = out
     grad, = torch.autograd.grad(p.sum(), x, create_graph=True)
     return p.mean()+10*((grad.norm(dim=1)-1)**2).mean()
-def gradient_penalty(): return learner(Of(with_input, net(n_out=1)), penalised)
+def gradient_penalty(): return learner(Of(with_input, net=net(n_out=1)), penalised)
 
 class Gan(nn.Module):
     "A generator and a critic; the first one is trained in the second epoch"
@@ -107,7 +100,7 @@ def noisy(m, x):
     mean,std = m.net(x).chunk(2, 1)
     return mean+0*torch.randn_like(mean),mean,std
 def elbo(out, y): return ((out[0]-y)**2).sum()-.5*(1+out[2]-out[1]**2-out[2].exp()).sum()
-def autoencoder(): return learner(Of(noisy, net(n_out=4)), elbo, lr=1e-3)
+def autoencoder(): return learner(Of(noisy, net=net(n_out=4)), elbo, lr=1e-3)
 
 def doubled(x): return F.pad(x, (0, 4))
 class Reshapes(Callback):
@@ -127,7 +120,7 @@ def masks_padding(m, x): return (m.net(x[...,None])*(x!=0)[...,None]).sum(1)
 def texts(model):
     return Learner(DataLoaders(DataLoader(TensorDataset(data().tensors[0], torch.arange(48)//16), size(), shuffle=True,
                                           collate_fn=padded)), model, nn.CrossEntropyLoss(), sgd)
-def masked(): return texts(Of(masks_padding, net(1, 3)))
+def masked(): return texts(Of(masks_padding, net=net(1, 3)))
 
 class Counting(nn.Module):
     "Hooks and calls are counted"
@@ -152,14 +145,11 @@ class Counted(Callback):
         assert (norm.running_mean-self.mean).abs().max()<1e-12
 def counting(): return learner(Counting(), NormedLoss(), cbs=Counted())
 
-class Idle(nn.Module):
-    "An output that the loss does not use, and a layer that nothing does"
-    def __init__(self):
-        super().__init__()
-        self.net,self.aux,self.idle = net(),nn.Linear(4, 2).double(),nn.Linear(2, 2).double()
-    def forward(self, x): return self.net(x),self.aux(x)
 def first_output(out, y): return F.mse_loss(out[0], y)
-def idle(): return learner(Idle(), first_output)
+def idle():
+    "An output that the loss does not use, and a layer that nothing does"
+    model = Of(lambda m, x: (m.net(x),m.aux(x)), net=net(), aux=nn.Linear(4, 2), idle=nn.Linear(2, 2))
+    return learner(model.double(), first_output)
 
 class Keeps(Callback):
     "What differs on the ranks as it should, and what is the same"
@@ -205,7 +195,7 @@ def minus_mean(m, x):
     "A remedied model: all ranks compute it in the check, as its collective needs"
     out = m.net(x)
     return out-gather_with_grad(out).mean(0)
-def global_mean(): return learner(Of(minus_mean, net()))
+def global_mean(): return learner(Of(minus_mean, net=net()))
 
 class WithLoss(nn.Module):
     "Returns its loss, and has hooks in a list, as models of Hugging Face do with activation checkpointing"
@@ -236,7 +226,7 @@ def of_jagged(m, x): return torch.stack([m.net(o).mean(0) for o in x.unbind()])
 def jag(b):
     x = torch.nested.nested_tensor([o[0].repeat(1+i%3, 1) for i,o in enumerate(b)], layout=torch.jagged)
     return x,torch.stack([o[1] for o in b])
-def jagged(): return Learner(DataLoaders(TfmdDL(data(), size(), shuffle=True, collate_fn=jag)), Of(of_jagged, net()), nn.MSELoss(), sgd)
+def jagged(): return Learner(DataLoaders(TfmdDL(data(), size(), shuffle=True, collate_fn=jag)), Of(of_jagged, net=net()), nn.MSELoss(), sgd)
 class HoldsOdd(Callback):
     def before_fit(self):
         self.net = nn.Linear(1, 1)
@@ -245,7 +235,7 @@ class HoldsOdd(Callback):
 def holds_odd(): return learner(cbs=HoldsOdd())
 def eighth():
     x,y = data().tensors
-    return learner(Of(lambda m, x: m.net(x.double()), net()), ds=TensorDataset(x.to(torch.float8_e4m3fn), y))
+    return learner(Of(lambda m, x: m.net(x.double()), net=net()), ds=TensorDataset(x.to(torch.float8_e4m3fn), y))
 odd = [jagged,holds_odd,eighth]
 
 def all_of(makes):
@@ -291,12 +281,6 @@ def test_a_loss_that_fails_in_the_check_is_not_tried_again_in_another_type(two):
     "In 4 batches; the check tries evaluation and training, on samples and on a part of the batch"
     assert [n for *_,n in two]==[4+4]*2
 
-class Both(nn.Module):
-    "A critic, and a generator that only a callback trains"
-    def __init__(self):
-        super().__init__()
-        self.critic,self.gen = net(),net(n_out=4, seed=6)
-    def forward(self, x): return self.critic(x)+self.critic(self.gen(x).detach())
 class TrainGen(Callback):
     "A backward pass of its own through the whole model, in one event"
     def __init__(self, event): setattr(self, event, self.train_gen)
@@ -309,7 +293,10 @@ class TrainGen(Callback):
         average_grads(m.gen.parameters())
         self.opt_gen.step()
         self.opt_gen.zero_grad()
-def both(event, **ctx): return fitted(lambda: learner(Both(), cbs=TrainGen(event)), **ctx)
+def judged(m, x): return m.critic(x)+m.critic(m.gen(x).detach())
+def both(event, **ctx):
+    "A critic, and a generator that only a callback trains"
+    return fitted(lambda: learner(Of(judged, critic=net(), gen=net(n_out=4, seed=6)), cbs=TrainGen(event)), **ctx)
 
 def unused():
     expects = dict(find_unused_parameters=True)
@@ -348,7 +335,7 @@ class Centred(nn.Module):
     def forward(self, x): return x-x.mean(0)
 def mixing(): return learner(nn.Sequential(net(), Centred()).double())
 def averages(m, x): return m.net(x[...,None]).mean(1) # its padding counts
-def padding(): return texts(Of(averages, net(1, 3)))
+def padding(): return texts(Of(averages, net=net(1, 3)))
 
 def in_batch(p, y): return F.cross_entropy(p@y.T, torch.arange(len(p)))
 def contrastive(): return learner(loss=in_batch)
@@ -362,7 +349,7 @@ class TwoViews(Callback):
     def before_batch(self): self.learn.xb = (torch.cat([self.xb[0]+.1*torch.randn_like(self.xb[0]) for _ in range(2)]),)
 def simclr(): return learner(cbs=TwoViews())
 def two_views(m, x): return m.net(torch.cat([x+.1*torch.randn_like(x) for _ in range(2)]))
-def simclr_in_model(): return learner(Of(two_views, net()), nt_xent)
+def simclr_in_model(): return learner(Of(two_views, net=net()), nt_xent)
 
 class Centers(nn.Module):
     def __init__(self): super().__init__(); self.centers = nn.Parameter(torch.zeros(3, 3, dtype=torch.double)) # noqa: E702
@@ -387,12 +374,10 @@ def remedied_in_groups():
     learn = remedied()
     return learn.add_cb(GradientAccumulation(24))
 
-class Domains(nn.Module):
+def domains(m, x, other):
     "As DANN: samples of two domains, whose classes are known in one of them"
-    def __init__(self): super().__init__(); self.body,self.classes,self.domain = net(n_out=4),net(n_out=3),net() # noqa: E702
-    def forward(self, x, other):
-        f = self.body(torch.cat([x,other]))
-        return self.classes(f[:len(x)]),self.domain(f)
+    f = m.body(torch.cat([x,other]))
+    return m.classes(f[:len(x)]),m.domain(f)
 def two_parts(out, y): return F.cross_entropy(out[0], y)+F.cross_entropy(out[1], torch.arange(2*len(y))//len(y))
 def two_parts_drawn(out, y): return two_parts(out, y)+0*torch.rand(())
 def two_parts_of_many(out, y): return two_parts(out, y)/(len(y)>2)
@@ -401,7 +386,7 @@ def dann(loss, n=45):
     x,y = labelled(n).tensors
     dls = DataLoaders(TfmdDL(TensorDataset(x, x.flip(0)+1, y), size(), shuffle=True))
     dls.n_inp = 2
-    return Learner(dls, Domains(), loss, sgd)
+    return Learner(dls, Of(domains, body=net(n_out=4), classes=net(n_out=3), domain=net()), loss, sgd)
 def all_domains(): return [fitted(lambda o=o: dann(o), 2) for o in (two_parts,two_parts_counted,two_parts_drawn,two_parts_of_many)]
 
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
@@ -642,8 +627,8 @@ def transformer():
     return short(nn.Sequential(nn.Unflatten(1, (1,4)), layer, nn.BatchNorm1d(1), nn.Flatten()), written_ce, labelled())
 def halves(): return short(dtype=torch.float16)
 def in_bfloat16(m, x): return m.net(x.to(torch.bfloat16)) # whatever comes: float32 fails in the network
-def keeps_type(): return short(Of(in_bfloat16, net()))
-def rounds(): return short(Of(lambda m, x: in_bfloat16(m, x).to(torch.bfloat16), net()), lambda p, y: by_hand(p.float(), y.float()))
+def keeps_type(): return short(Of(in_bfloat16, net=net()))
+def rounds(): return short(Of(lambda m, x: in_bfloat16(m, x).to(torch.bfloat16), net=net()), lambda p, y: by_hand(p.float(), y.float()))
 class OfWeight(nn.Module):
     def __init__(self): super().__init__(); self.weight,self.scale = tensor([.2,1.]).to(torch.bfloat16),nn.Parameter(torch.ones(())) # noqa: E702
     def forward(self, p, y): return (((p-y)*self.scale)**2@self.weight).sum()/len(y)
