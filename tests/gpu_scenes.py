@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from harness import caught
 from scenes import F32, OwnLoss, as_graph, as_lists, boxes, by_batches, classes, contrast, conv, detector, graphs
 from scenes import half_precision, instance_normed, make, net, normed, of_boxes, part_used
-from scenes import picture, run, scene, squares, texts_in_dicts, weighted_ce
+from scenes import on_cpu, picture, run, scene, squares, texts_in_dicts, weighted_ce
 from simulated_gpu import Gpu, SimulatedGPU
 from learnerdist.all import EMA, AccumMetric, Callback, Checkpoint, GradientClip, MixedPrecision, accuracy, distrib_barrier
 from learnerdist.all import group_rank, group_size, process_group
@@ -185,7 +185,7 @@ def fastais(path, **kw):
             if Gpu.sim and self.epoch==1: Gpu.sim.phase = 'step' if Marks.first<=self.iter<Marks.last else ''
     learn = make(scene(n=N, ds=classes, loss=F.cross_entropy, dtype=F32), group_size(), group_rank())
     learn.metrics = acc
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, **kw):
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **kw):
         learn.fit(2, cbs=MarksOfFastai())
         res = [float(o) for o in learn.recorder.losses],learn.recorder.values,learn.get_preds(),state(learn)
     return res
@@ -204,7 +204,7 @@ def table_on(names, path, n_gpus=2, **kw):
         for k in names:
             if sim: sim.forget()
             got = caught(run_of, k, path/k.replace(' ', '_').replace("'", ''))
-            res[k] = dict(got=tree_map(lambda o: o.cpu() if isinstance(o, torch.Tensor) else o, got))
+            res[k] = dict(got=tree_map(on_cpu, got))
             if not sim: continue
             marked = [o for o in sim.collectives if o.phase=='step']
             res[k] |= dict(waits=sim.count('step'), collectives=marked, faults=sim.faults[:])

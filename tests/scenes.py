@@ -10,7 +10,7 @@ import torch, torch.distributed as dist
 from torch import Tensor, nn, tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from harness import caught
 from helpers import Of, Stream
@@ -387,7 +387,8 @@ def is_whole(c, W): return W==1 and c['accumulate'] is not None and c['whole']
 def result(learn, unlike=()):
     "Plain data, without `unlike`"
     rec,loss = learn.recorder,learn.loss_func
-    state,opt = map_tensors([dict(learn.model.state_dict()),learn.opt.state_dict()], full_tensor)
+    torchs = getattr(learn.opt, 'opt', learn.opt) # fastai's Learner has a wrapper
+    state,opt = map_tensors([dict(learn.model.state_dict()),torchs.state_dict()], full_tensor)
     if isinstance(loss, nn.Module): state |= {f'loss.{k}':v for k,v in loss.state_dict().items()}
     moments = [o.clone() if isinstance(o, Tensor) else o for o in tree_leaves(opt.get('state', opt))]
     res = dict(state={k:v.clone() for k,v in state.items()}, opt=moments, values=[list(o) for o in rec.values],
@@ -398,6 +399,8 @@ def measured(cb):
     "What a callback has found: norms of gradients, skipped steps and their scale"
     found = [getattr(cb, o) for o in ('norms','skipped') if hasattr(cb, o)]
     return [*found, *([cb.state_dict()] if isinstance(cb, MixedPrecision) else [])]
+
+def on_cpu(o): return o.cpu() if isinstance(o, Tensor) else o
 
 def run(c, W=1, rank=0, learn=None):
     "What the fits of a scene, validation and predictions give; of `learn`, if it is there already"
@@ -414,9 +417,9 @@ def run(c, W=1, rank=0, learn=None):
             kw = dict(n_epoch=o) if isinstance(o, int) else dict(o)
             (learn.fit_one_cycle if c['cycle'] else learn.fit)(kw.pop('n_epoch'), cbs=cbs, **kw)
             fits.append(result(learn, unlike))
-        res = dict(fits=fits, measured=[o for o in map(measured, cbs) if o], validate=learn.validate(), ids=getattr(learn, 'ids', []))
+        res = dict(fits=fits, measured=[o for o in map(measured, cbs) if o], validate=[*learn.validate()], ids=getattr(learn, 'ids', []))
         if c['preds']: res['preds'] = tree_leaves(learn.get_preds())
-    return {k:v for k,v in res.items() if k not in unlike}
+    return {k: tree_map(on_cpu, v) for k,v in res.items() if k not in unlike}
 
 def of_table(name): return scenes[name]
 def alone(name): return run(scenes[name]) if scenes[name]['alone'] else {}

@@ -163,7 +163,6 @@ def fastai_fit(compiled):
     "Weights, predictions and graphs of a fastai learner"
     from test_fastai_scenes import fastais
     learn = fastais(compiled_scene(n=45), max(group_size(), 1), 0)
-    learn.remove_cbs([o for o in learn.cbs if 'Progress' in type(o).__name__])
     if compiled: learn.compile(backend='eager')
     n = n_graphs()
     with learn.no_logging(), learn.distrib_ctx(seed=3):

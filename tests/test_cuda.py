@@ -6,7 +6,6 @@ from functools import partial
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 import scenes
 from harness import close
 from learnerdist.all import Callback, accuracy, default_device, group_rank, group_size, process_group, setup_distrib, teardown_distrib
@@ -35,7 +34,6 @@ kws = 'plain','bn','pinned'
 def run(k, W=1, rank=0):
     sees = Sees()
     res = scenes.run(dict(table[k], cbs=lambda: [sees]), W, rank)
-    res = tree_map(lambda o: o.cpu() if isinstance(o, torch.Tensor) else o, res)
     return dict(res=res, seen=sorted(sees.devices), classes=sorted(sees.classes), kinds=[type(o).__name__ for o in sees.layers])
 
 def same(a, b):

@@ -4,7 +4,6 @@ from functools import partial
 import pytest,torch,torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 from learnerdist.all import *
 from learnerdist.core import compat
 from learnerdist.core.env import in_group,shared_store,wait_key
@@ -34,10 +33,9 @@ def fitted(k):
     with warnings.catch_warnings(record=True) as ws, process_group():
         warnings.simplefilter('always')
         group = dist.get_backend_config() if in_group() else None
-        res = run(table[k], group_size(), group_rank())
-    device = str(next(iter(res['fits'][0]['state'].values())).device)
-    res = tree_map(lambda o: o.cpu() if isinstance(o, torch.Tensor) else o, res)
-    return dict(res=res, device=device, group=group, said=[str(o.message) for o in ws if '[' in str(o.message)])
+        learn = make(table[k], group_size(), group_rank())
+        res = run(table[k], group_size(), group_rank(), learn)
+    return dict(res=res, device=str(learn.device), group=group, said=[str(o.message) for o in ws if '[' in str(o.message)])
 
 def rank_alone(ks): return [fitted(k) for k in ks]
 

@@ -35,7 +35,6 @@ def make(kind='ours', path='.', cbs=None, bs=12):
     else: of_scene = scenes.make
     learn = of_scene(dict(c, bs=bs), num_distrib() or 1, rank_distrib()) # rank 0's weights are everyone's
     learn.path,learn.logger = Path(path),lambda *args: None
-    if kind=='fastai': learn.remove_cb(learn.progress)
     return learn.add_cbs(cbs)
 
 def values(learn): return {k: v.detach().clone() for k,v in learn.model.state_dict().items()}

@@ -90,7 +90,7 @@ def fastais(most=99, **ctx):
     "The same with fastai's Learner"
     from test_fastai_scenes import fastais as make
     learn = make(of(partial(Limited, most, 'forward')), 1, 0)
-    with learn.no_bar(): fitted(learn, **ctx)
+    fitted(learn, **ctx)
     return weights(learn),[*map(float, learn.recorder.losses)]
 
 def reductions():

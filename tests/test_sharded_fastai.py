@@ -1,76 +1,24 @@
 "`distrib_ctx(shard=…)` with fastai's Learner: the run of one process"
+from functools import partial
 import pytest, torch
 from torch import nn
 pytest.importorskip('fastai')
-from fastai.basics import Learner
 from fastai.callback.all import EarlyStoppingCallback, GradientAccumulation, GradientClip, ModelResetter, SaveModelCallback
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastai.optimizer import Adam, OptimWrapper, SGD, ranger
-from functools import partial
-from helpers import OneFloat
-from learnerdist.all import group_rank, group_size, process_group
-from learnerdist.core.shards import is_sharded
+from fastai.optimizer import Adam, OptimWrapper, ranger
 from fastai.text.learner import TextLearner
+from harness import asking, close, needs_fsdp2
+from learnerdist.all import group_rank, process_group
+from learnerdist.core.shards import is_sharded
 from learnerdist.fastai import checkpoint
 from learnerdist.testing import run_ranks
-from harness import close, needs_fsdp2
-from scenes import right
-from test_sharded import net, rows, two_groups
+from test_fastai import call, cases, ctx, floats, history, make
 from test_sharded_building import Mapped
-
-base = dict(model=lambda: net().double(), opt=Adam, cbs=(), splitter=None, do='fit', n=24, n_valid=11, shard=True, files=False)
-def case(**kw): return {**base, **kw}
-
-def make(c, W, path):
-    torch.manual_seed(5+group_rank())
-    dls = DataLoaders(DataLoader(rows(c['n']), bs=6//W, shuffle=False), DataLoader(rows(c['n_valid']), bs=3))
-    kw = {'splitter': c['splitter']} if c['splitter'] else {}
-    return Learner(dls, c['model'](), OneFloat(nn.CrossEntropyLoss()), lr=.05, opt_func=c['opt'], metrics=right, path=path,
-                   cbs=[o(W) for o in c['cbs']], **kw)
-
-def run(c, path, W=1):
-    "The numbers of a learner's calls, in a context that is sharded on several ranks"
-    learn = make(c, W, path)
-    params,before = dict(learn.model.named_parameters()),[(type(m),{*vars(m)}) for m in learn.model.modules()]
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': c['shard']} if W>1 else {})):
-        res = dict(start=list(learn.validate()))
-        if c['do']=='fit': learn.fit(2)
-        elif c['do']=='one_cycle': learn.fit_one_cycle(2, slice(.01,.05))
-        elif c['do']=='fine_tune': learn.fine_tune(1)
-        elif c['do']=='lr_find':
-            learn.lr_find(num_it=6, show_plot=False)
-            learn.fit(1)
-        elif c['do']=='freeze':
-            learn.freeze_to(1)
-            learn.fit(1)
-            learn.unfreeze()
-            learn.fit(1)
-        elif c['do']=='amp': learn.to_fp16().fit(1) # fastai's: on the CPU it makes predictions float32, and no more
-        assert W==1 or all(is_sharded(p) for p in learn.model.parameters())
-        res |= dict(values=[list(o) for o in learn.recorder.values], losses=list(learn.recorder.losses), preds=list(learn.get_preds()))
-        if c['files']:
-            learn.save('now')
-            w = learn.model.state_dict()['head.weight'].clone()
-            learn.fit(1)
-            learn.load('now')
-            now = learn.model.state_dict()['head.weight']
-            assert torch.equal(*[getattr(o, 'to_local', lambda o=o: o)() for o in (w,now)])
-            learn.fit(1)
-    assert all(params[k] is p for k,p in learn.model.named_parameters())
-    assert [(type(m),{*vars(m)}) for m in learn.model.modules()]==before
-    res['params'] = [p.detach().clone() for p in learn.model.parameters()]
-    with learn.no_bar(), learn.no_logging(): learn.fit(1) # alone, with the state of the optimizer
-    return res
-
-def acc(n): return lambda W: GradientAccumulation(n)
-def recurrent(): return Resets().double()
 
 class Resets(nn.Module):
     "Keeps its hidden state, as a language model does, until it is reset"
     def __init__(self):
         super().__init__()
-        self.emb,self.rnn,self.head = nn.Linear(6, 5),nn.LSTM(5, 5, batch_first=True),nn.Linear(5, 6, bias=False)
+        self.emb,self.rnn,self.head = nn.Linear(8, 5),nn.LSTM(5, 5, batch_first=True),nn.Linear(5, 3, bias=False)
         self.h,self.n_resets = torch.zeros(1),0
     def reset(self): self.h,self.n_resets = torch.zeros(1),self.n_resets+1
     def forward(self, x):
@@ -78,34 +26,53 @@ class Resets(nn.Module):
         if self.training: self.h = self.h+1
         return self.head(out)*(1+.1/self.h.to(out))
 
-same = dict(adam=case(files=True), sgd=case(opt=partial(SGD, mom=.9)), ranger=case(opt=ranger, files=True), lr_find=case(do='lr_find'),
-            torchs=case(opt=partial(OptimWrapper, opt=torch.optim.AdamW), cbs=[lambda W: GradientClip(.5)], files=True),
-            one_cycle=case(do='one_cycle', splitter=two_groups), accumulation=case(cbs=[acc(12)]),
-            fine_tune=case(do='fine_tune', splitter=two_groups), freeze=case(do='freeze', splitter=two_groups),
-            amp=case(do='amp'),
-            reset=case(model=recurrent, cbs=[lambda W: ModelResetter()]),
-            best=case(cbs=[lambda W: SaveModelCallback(),lambda W: EarlyStoppingCallback(min_delta=9.)]))
+fit,files = call('fit', 2),[call('fit', 1), call('save', 'now'), call('fit', 1), call('load', 'now'), call('fit', 1)]
+def all_cases(path):
+    "Those of test_fastai.py, and more optimizers, callbacks and files"
+    torchs = partial(OptimWrapper, opt=torch.optim.AdamW)
+    more = dict(ranger=(files, dict(opt=ranger)), torchs=(files, dict(opt=torchs, cbs=GradientClip(.5))), adam=(files, dict(opt=Adam)),
+                lr_find=([call('lr_find', num_it=6, show_plot=False), call('fit', 1)], {}),
+                accumulation=([fit], dict(cbs=GradientAccumulation(48))),
+                amp=([call('to_fp16'), call('fit', 1)], {}), # on the CPU it makes predictions float32, and no more
+                reset=([fit], dict(model=Resets, cbs=ModelResetter())),
+                best=([fit], dict(cbs=[SaveModelCallback(), EarlyStoppingCallback(min_delta=9.)])))
+    return {k: (hows, dict(kw, path=path/k)) for k,(hows,kw) in (cases | more).items()}
 
-tol = dict(start=1e-6, values=1e-6, losses=1e-6, preds=1e-9, params=1e-9) # fastai records float32
+def fitted(W, rank, hows, kw):
+    "The numbers of a learner's calls, in a context that is sharded on several ranks; the model is whole after it, and trains alone"
+    learn = make(W, rank, **kw)
+    params,before = dict(learn.model.named_parameters()),[(type(m),{*vars(m)}) for m in learn.model.modules()]
+    with ctx(learn, W, **(dict(shard=True) if W>1 else {})):
+        start = floats(learn.validate())
+        for name,args,kws in hows: getattr(learn, name)(*args, **kws)
+        assert W<2 or all(is_sharded(p) for p in learn.model.parameters())
+        preds = learn.get_preds()
+    assert all(params[k] is p for k,p in learn.model.named_parameters())
+    assert [(type(m),{*vars(m)}) for m in learn.model.modules()]==before
+    res = dict(history(learn), start=start, preds=preds)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    return res
 
-def rank_runs(path, names):
-    with process_group(): return {k: run(same[k], path/k, group_size()) for k in names}
+some = '`fit`, a model with BatchNorm','`fine_tune`','lr_find','torchs','amp','best' # one of each kind
+def of_some(W, rank, path): return {k: fitted(W, rank, *o) for k,o in all_cases(path/str(W)).items() if k in some}
+def of_all(W, rank, path): return {k: fitted(W, rank, *o) for k,o in all_cases(path/str(W)).items()}
+few,every = asking(of_some),asking(of_all)
 
-some = 'adam','lr_find','torchs','amp','best' # one of each kind
-
-@pytest.mark.slow
 @needs_fsdp2
-@pytest.mark.parametrize('W,names', [(2, some), *[pytest.param(o, [*same], marks=pytest.mark.long) for o in (2,3)]], ids=['some','2','3'])
-def test_same_run(W, names, tmp_path):
-    alone = {k: run(same[k], tmp_path/'alone') for k in names}
-    for ranks in run_ranks(rank_runs, W, tmp_path, names, timeout_s=400):
-        for k in names:
-            for q,want in alone[k].items(): close(ranks[k][q], want, 1e-6 if k=='amp' else tol[q], f'{k}.{q}')
+@pytest.mark.parametrize('W,runs', [pytest.param(2, 'few', marks=pytest.mark.slow),
+                                    *(pytest.param(W, 'every', marks=pytest.mark.long) for W in (2,3))])
+def test_same_run(W, runs, request):
+    found,func = request.getfixturevalue(runs),dict(few=of_some, every=of_all)[runs]
+    want, = found(func, 0)
+    for got in found(func, W):
+        for k in want:
+            close(got[k]['state'], want[k]['state'], 1e-6 if k=='amp' else 1e-9, k)
+            close(got[k], want[k], 1e-6, k)
 
 def loaded(path):
     "KiB of a file of fastai's that are in memory when a rank loads it, its size, and whether the weights are those"
     with process_group():
-        learn = make(dict(base, model=lambda: nn.Sequential(*[nn.Linear(1024, 4096) for _ in range(2)])), group_size(), path)
+        learn = make(2, group_rank(), lambda: nn.Sequential(*[nn.Linear(1024, 4096) for _ in range(2)]), path=path)
         with learn.distrib_ctx(shard=True):
             learn.create_opt()
             file = learn.save('big')
@@ -126,7 +93,7 @@ def refused(path):
     calls = lambda o: o.export('x.pkl'), lambda o: o.save(open(path/'f', 'wb')), lambda o: TextLearner.save_encoder(o, 'x')
     for f in (*calls, lambda o: o.to_fp16().fit(1)):
         with process_group():
-            learn = make(base, group_size(), path)
+            learn = make(2, group_rank(), path=path)
             try:
                 with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(shard=True if f in calls else dict(mp='bf16')): f(learn)
             except Exception as e: messages.append(str(e))

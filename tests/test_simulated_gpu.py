@@ -195,9 +195,7 @@ def test_items_that_the_host_knows_cost_no_collective():
 def test_every_training(name): check_training(every, name)
 
 def rank_scenes(names):
-    with SimulatedGPU(2, same_order=True):
-        res = table.rank_runs(names)
-        return {k: torch.utils._pytree.tree_map(lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, o) for k,o in res.items()}
+    with SimulatedGPU(2, same_order=True): return table.rank_runs(names)
 
 @functools.cache
 def all_scenes(): return run_ranks(rank_scenes, 2, [*table.scenes], timeout_s=1200)
