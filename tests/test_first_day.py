@@ -122,19 +122,4 @@ def test_predictions(W, found):
     one = alike(found, predicted, W)
     assert one['test'].shape==(7,4)
 
-def used(W, rank, path):
-    "The weights of a file, with the model's code, in another script"
-    learn = learner(path=path/str(W))
-    with learn.distrib_ctx(seed=3):
-        learn.fit(1)
-        file = learn.save('a')
-        again = Learner(DataLoaders(TfmdDL([])), net()).load(file.with_suffix(''), with_opt=False)
-        test = again.dls.test_dl([x for x,_ in images(7, 2)])
-        return learn.predict(images(1, 2)[0][0]),again.predict(images(1, 2)[0][0]),again.get_preds(dl=test)[0]
-
-@on_2
-def test_use_elsewhere(W, found):
-    one = alike(found, used, W)
-    assert torch.equal(one[0], one[1]) and torch.allclose(one[2][0], one[0])
-
-found = asking(find, tuned, predicted, used)
+found = asking(find, tuned, predicted)
