@@ -15,8 +15,7 @@ from scenes import F32, OwnLoss, as_graph, as_lists, boxes, by_batches, classes,
 from scenes import half_precision, instance_normed, make, net, normed, of_boxes, part_used
 from scenes import on_cpu, picture, run, scene, squares, texts_in_dicts, weighted_ce
 from simulated_gpu import Gpu, SimulatedGPU
-from learnerdist.all import EMA, AccumMetric, Callback, Checkpoint, GradientClip, MixedPrecision, accuracy, distrib_barrier
-from learnerdist.all import group_rank, group_size, process_group
+from learnerdist.all import *
 
 # --- scenes of the table ----------------------------------------------------------------------------------------------
 

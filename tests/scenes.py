@@ -14,9 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from harness import caught
 from helpers import Of, Stream
-from learnerdist.all import (AvgMetric, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException,
-                             CancelTrainException, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL, accuracy, average_grads,
-                             default_device, gather_with_grad, group_rank, group_size, process_group)
+from learnerdist.all import *
 from learnerdist.core.shards import full_tensor, map_tensors
 from learnerdist.learner.techniques import GradientClip, Lookahead, MixedPrecision
 

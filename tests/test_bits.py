@@ -7,8 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from harness import close
 from scenes import F32, F64, OnOneRank, draws, make, rank_runs, result, scene
-from learnerdist.all import (EMA, Callback, CancelBatchException, CancelFitException, Checkpoint, EarlyStoppingCallback,
-                             GradientAccumulation, accuracy, group_rank, group_size, process_group)
+from learnerdist.all import *
 from learnerdist.learner.techniques import GradientClip, MixedPrecision
 from learnerdist.testing import run_ranks
 

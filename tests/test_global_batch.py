@@ -5,8 +5,7 @@ from itertools import count
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
-from learnerdist.all import (Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, DataLoaders,
-                             DistributedDL, Timer, group_rank, group_size, process_group)
+from learnerdist.all import *
 from learnerdist.distributed import profiling
 from learnerdist.data.sharding import count_parts
 from learnerdist.testing import run_ranks

@@ -4,8 +4,7 @@ import numpy as np, pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from learnerdist.all import (Callback, CancelFitException, DataLoaders, Learner, TfmdDL, accuracy, group_rank, rank_distrib, setup_distrib,
-                             teardown_distrib)
+from learnerdist.all import *
 from learnerdist.learner.metrics import mk_metric
 from learnerdist.testing import run_ranks
 
@@ -182,8 +181,11 @@ def rank_streams():
     torch.manual_seed(rank)
     random.seed(rank)
     np.random.seed(rank)
+    def draws(): return torch.rand(()).item(),random.random(),np.random.rand()
+    with learn.distrib_ctx(seed=1): learn.get_preds()
+    first = draws()
     with silent(), learn.distrib_ctx(seed=1): learn.fit(2)
-    return torch.rand(()).item(),random.random(),np.random.rand()
+    return first,draws()
 
 def test_streams_after_the_context_do_not_depend_on_the_number_of_ranks():
     (alone,),ranks = run_ranks(rank_streams, 1),run_ranks(rank_streams, 3)

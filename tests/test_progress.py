@@ -4,8 +4,7 @@ import contextlib,csv,io,os,pty,threading
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
-from learnerdist.all import (Callback, CancelFitException, CSVLogger, DataLoaders, Learner, ProgressCallback, TfmdDL, accuracy,
-                             rank_distrib)
+from learnerdist.all import *
 from learnerdist.testing import run_ranks
 
 def make(cbs=None, path='.', valid=True, **kw):

@@ -9,9 +9,12 @@ from learnerdist.testing import run_ranks
 
 alone = functools.cache(scenes_module.alone)
 
+few = ('lstm','bn_frozen','stream','unfreeze in before_batch','freeze in a group','47, drop_last','ignore','weights, accumulated',
+       'all cancel in before_step, CancelStepException','Train in after_backward, one rank','Step, one rank, 0','Backward, one rank, 1',
+       'amp clip','lookahead_everything') # sharded, too
 # By number of ranks: some scenes on 3, the others on 2; before a release all on 4
 often = [k for k in scenes if k not in rare]
-on_3 = [k for k in often if 'float' not in k][::4]
+on_3 = [k for k in often if 'float' not in k and k not in few][::4]
 names = {2: [k for k in often if k not in on_3], 3: on_3, 4: [*scenes]}
 
 @functools.cache
@@ -44,10 +47,6 @@ def same(ranks, want, name, tol):
 not_sharded = {'squares','squares, accumulated','another model','another model in an epoch','sum and penalty','sum and penalty in place',
                *(f'Step, scaled, clipped, one rank, {i}' for i in (0,1))}
 def can_shard(name): return name not in not_sharded and scenes[name]['ctx'].keys()<={'seed','sync_bn','split_batches'}
-few = ('lstm','bn_frozen','stream','unfreeze in before_batch','freeze in a group','47, drop_last','ignore','weights, accumulated',
-       'all cancel in before_step, CancelStepException','Train in after_backward, one rank','Step, one rank, 0','Backward, one rank, 1',
-       'amp clip','lookahead_everything')
-
 def sharded(name): return dict(scenes[name], ctx=dict(scenes[name]['ctx'], shard=True))
 
 @needs_fsdp2

@@ -9,10 +9,7 @@ import scenes
 from harness import close
 from helpers import Raise, weights
 from scenes import draws, scene
-from learnerdist.all import (Callback, CancelEpochException, CancelFitException, CancelStepException,
-                             EarlyStoppingCallback, RankError, ReduceLROnPlateauCallback, SaveModelCallback, Scheduler,
-                             TerminateOnNaNCallback, TfmdDL, TrackerCallback,
-                             distrib_barrier, group_rank, group_size, process_group, rank_distrib, warm_up)
+from learnerdist.all import *
 from learnerdist.testing import run_ranks
 
 def sums(n):

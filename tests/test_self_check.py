@@ -7,8 +7,7 @@ from torch import nn, tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from helpers import Of, data, net, sgd, size, weights
-from learnerdist.all import (Callback, Checkpoint, CSVLogger, DataLoaders, EMA, GradientAccumulation, GradientClip, Learner, TfmdDL,
-                             all_sum, average_grads, gather_with_grad, get_model, group_rank, process_group, sync_batchnorm)
+from learnerdist.all import *
 from learnerdist.command import entries
 from learnerdist.core.env import RankError, shared_store, wait_key
 from learnerdist.core.stacks import coded, frames_of, users_frame

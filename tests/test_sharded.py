@@ -12,8 +12,7 @@ import scenes
 from harness import caught, close, in_group, needs_fsdp2
 from helpers import At, Raise
 from scenes import F64, draws, ints, right, scene
-from learnerdist.all import (EMA, Callback, CancelBatchException, CancelFitException, CancelStepException, Checkpoint, DataLoaders,
-                             EarlyStoppingCallback, GradientClip, Learner, Lookahead, group_rank, group_size, process_group, rank_distrib)
+from learnerdist.all import *
 from learnerdist.core.compat import fsdp_on_cpu
 from learnerdist.core.shards import is_sharded, load_opt, map_tensors, shard_of, full_tensor
 from learnerdist.distributed import sharded as sharded_module
@@ -126,7 +125,8 @@ def answers(key): return [o[key] for o in on_two_ranks()]
 
 def rank_answers():
     "All that is asked of two ranks, but for the runs of `same`"
-    return dict(left_by=left_by('raise'), late=[in_group(cancelled_late, o) for o in (False,True)], lower=[in_group(lower, o) for o in (False,True)], refusals=refusals(), muon=in_group(muon),
+    return dict(left_by=left_by('raise'), late=[in_group(cancelled_late, o) for o in (False,True)],
+                lower=[in_group(lower, o) for o in (False,True)], refusals=refusals(), muon=in_group(muon),
                 refused_within=refused_within(), offloaded=in_group(offloaded))
 
 @needs_fsdp2

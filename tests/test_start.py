@@ -27,15 +27,19 @@ def odd_state(W=1, rank=0):
     learn.model = OddState(rank)
     learn.model.conv.to(memory_format=torch.channels_last).double()
     learn.model.out.double()
-    with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(1)
-    is_last = learn.model.conv.weight.is_contiguous(memory_format=torch.channels_last)
-    return {k:v.clone() for k,v in learn.model.state_dict().items()},is_last
+    def state(): return {k:v.clone() for k,v in learn.model.state_dict().items()}
+    with learn.no_logging(), learn.distrib_ctx(seed=3):
+        begun = state() # DDP has not sent its own yet
+        learn.fit(1)
+    return begun,state(),learn.model.conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 def test_parameters_and_buffers_of_any_kind_and_optimizer_states_are_rank_0s():
     ranks = run_ranks(rank_begins, 2)
-    for (state,is_last),trained in ranks:
-        assert is_last and all((state[f'b_{k}']==1).all() for k in ('bool','int64','uint8','bfloat16','float16','complex64'))
-        for k in ('turned','frozen','scalar'): assert (state[k]==0).all()
+    for (*states,is_last),trained in ranks:
+        assert is_last
+        for state in states:
+            assert all((state[f'b_{k}']==1).all() for k in ('bool','int64','uint8','bfloat16','float16','complex64'))
+            for k in ('turned','frozen','scalar'): assert (state[k]==0).all()
         for ps,qs in zip(trained, ranks[0][1], strict=True): assert all(map(torch.equal, ps, qs))
 
 def rank_trained_before():

@@ -6,9 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from harness import asking, close
 from helpers import flat, weights
-from learnerdist.all import (AvgMetric, CSVLogger, Callback, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
-                             GradientClip, Learner, LogWriter, MixedPrecision, TensorBoardLogger, TfmdDL, Timer,
-                             accuracy, error_rate, group_size, num_distrib, rank_distrib, top_k_accuracy)
+from learnerdist.all import *
 from learnerdist.core.env import in_group
 from learnerdist.learner.techniques import half_type
 

@@ -7,8 +7,7 @@ from torch.utils.data import DataLoader, Sampler
 from harness import asking
 from helpers import Stream
 from scenes import Cancels, make, normed, result, scene, sgd
-from learnerdist.all import (Callback, CancelBatchException, CancelTrainException, RankError, SaveModelCallback, Scheduler, TfmdDL,
-                             process_group, rank_distrib)
+from learnerdist.all import *
 from learnerdist.testing import run_ranks
 
 BS = 4

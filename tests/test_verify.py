@@ -4,8 +4,7 @@ import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from helpers import launch
-from learnerdist.all import AvgMetric,Callback,Checkpoint,DataLoaders,GradientAccumulation,Learner,TfmdDL
-from learnerdist.all import accuracy,gather_with_grad,get_model,num_distrib
+from learnerdist.all import *
 from learnerdist.testing import RanksError
 from learnerdist.verify import NoRun,judge,main,verify
 
