@@ -5,11 +5,7 @@ import pytest
 pytest.importorskip('fastai')
 import numpy as np, torch, torch.distributed as dist
 import fastai.callback.all # noqa: F401
-from fastai.callback.core import Callback
-from fastai.data.core import DataLoaders
-from fastai.learner import Learner
-from fastai.optimizer import SGD, Adam
-from fastai.metrics import F1Score, RocAuc
+from fastai.basics import Adam, Callback, DataLoaders, F1Score, Learner, RocAuc, SGD
 from torch import nn
 from learnerdist.core.env import group_rank
 from learnerdist.fastai import *

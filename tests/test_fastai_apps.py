@@ -4,19 +4,15 @@ from pathlib import Path
 import pytest
 pytest.importorskip('fastai')
 import numpy as np, pandas as pd, torch
-from fastai.callback.core import Callback
+from fastai.basics import (accuracy, Callback, CategoryBlock, ClassificationInterpretation, CrossEntropyLossFlat, DataBlock, Datasets,
+                           Dice, Interpretation, Normalize, Perplexity, RandomSplitter, rmse, SGD, untar_data)
+from fastai.callback.all import MixUp
+from fastai.vision.all import (aug_transforms, ImageBlock, ImageDataLoaders, PILImage, Resize, SegmentationDataLoaders, unet_learner,
+                               vision_learner)
+from fastai.text.all import (AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config, BaseTokenizer, language_model_learner,
+                             text_classifier_learner, TextDataLoaders, Tokenizer)
+from fastai.collab import collab_learner, CollabDataLoaders
 from fastai.callback.tensorboard import TensorBoardCallback
-from fastai.collab import CollabDataLoaders, collab_learner
-from fastai.data.core import Datasets
-from fastai.data.external import untar_data
-from fastai.interpret import ClassificationInterpretation, Interpretation
-from fastai.losses import CrossEntropyLossFlat
-from fastai.metrics import Dice, accuracy, rmse
-from fastai.optimizer import SGD
-from fastai.text.all import (AWD_LSTM, BaseTokenizer, Perplexity, TextDataLoaders, Tokenizer, awd_lstm_clas_config, awd_lstm_lm_config,
-                             language_model_learner, text_classifier_learner)
-from fastai.vision.all import (CategoryBlock, DataBlock, ImageBlock, ImageDataLoaders, MixUp, Normalize, PILImage, RandomSplitter, Resize,
-                               SegmentationDataLoaders, aug_transforms, unet_learner, vision_learner)
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torchvision.models import resnet18 as whole_resnet

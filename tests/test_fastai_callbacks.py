@@ -3,23 +3,14 @@ import contextlib, copy, io, math, random, sys, types, warnings
 import pytest
 pytest.importorskip('fastai')
 import torch
-from fastai.callback.channelslast import ChannelsLast
-from fastai.callback.core import Callback, FetchPredsCallback, GatherPredsCallback
-from fastai.callback.data import CollectDataCallback
+from fastai.basics import (Adam, Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+                           CancelStepException, CancelTrainException, CancelValidException, CrossEntropyLossFlat, DataLoader, DataLoaders,
+                           Datasets, FetchPredsCallback, GatherPredsCallback, LabelSmoothingCrossEntropy, LabelSmoothingCrossEntropyFlat,
+                           Learner, load_learner, SGD, SkipToEpoch)
+from fastai.callback.all import (ActivationStats, ChannelsLast, CollectDataCallback, CSVLogger, CutMix, EarlyStoppingCallback,
+                                 GradientAccumulation, GradientClip, MixUp, ReduceLROnPlateau, rnn_cbs, SaveModelCallback,
+                                 ShortEpochCallback, ShowGraphCallback, TerminateOnNaNCallback)
 import fastai.callback.fp16 # noqa: F401
-from fastai.callback.hook import ActivationStats
-from fastai.callback.mixup import CutMix, MixUp
-from fastai.callback.progress import CSVLogger, ShowGraphCallback
-from fastai.callback.rnn import rnn_cbs
-from fastai.callback.training import GradientAccumulation, GradientClip, ShortEpochCallback
-from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback, TerminateOnNaNCallback
-from fastai.data.core import DataLoaders, Datasets
-from fastai.data.load import DataLoader
-from fastai.learner import Learner
-from fastai.learner import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
-                            CancelTrainException, CancelValidException, SkipToEpoch, load_learner)
-from fastai.losses import CrossEntropyLossFlat, LabelSmoothingCrossEntropy, LabelSmoothingCrossEntropyFlat
-from fastai.optimizer import SGD, Adam
 from torch import nn
 from test_fastai import F64, accuracy, asking, close, ctx, data, floats, history, make, on_1_and_2, per_rank, same, state
 from learnerdist.core.env import current_group, group_rank, group_size

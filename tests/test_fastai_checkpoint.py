@@ -3,13 +3,9 @@ import random,shutil
 from contextlib import nullcontext
 from types import SimpleNamespace
 import pytest, torch
-from fastai.callback.progress import CSVLogger
-from fastai.callback.tracker import EarlyStoppingCallback
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastai.learner import Learner
-from fastai.metrics import accuracy
-from fastai.text.data import LMDataLoader
+from fastai.basics import accuracy, DataLoader, DataLoaders, Learner
+from fastai.callback.all import CSVLogger, EarlyStoppingCallback
+from fastai.text.all import LMDataLoader
 from helpers import At, kill
 from learnerdist.all import EMA
 from learnerdist.checkpoint.position import set_streams,streams_now

@@ -3,10 +3,7 @@ import warnings
 from functools import partial
 from types import SimpleNamespace
 import pytest,torch
-from fastai.basics import Callback,DataLoaders,Learner,noop
-from fastai.data.core import TfmdLists
-from fastai.data.load import DataLoader
-from fastai.optimizer import OptimWrapper
+from fastai.basics import Callback, DataLoader, DataLoaders, Learner, noop, OptimWrapper, TfmdLists
 from torch import nn
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks

@@ -3,16 +3,11 @@ import random, warnings
 import pytest
 pytest.importorskip('fastai')
 import numpy as np, pandas as pd, torch
-from fastai.data.core import DataLoaders, Datasets, TfmdDL, Transform
-from fastai.data.load import DataLoader, SkipItemException
-from fastai.callback.rnn import ModelResetter
-from fastai.data.block import DataBlock
-from fastai.interpret import ClassificationInterpretation
-from fastai.learner import Learner
-from fastai.metrics import Perplexity
-from fastai.optimizer import SGD
-from fastai.tabular.all import Categorify, CategoryBlock, FillMissing, Normalize, TabularPandas, tabular_learner
-from fastai.text.data import LMDataLoader, Pad_Input, SortedDL
+from fastai.basics import (CategoryBlock, ClassificationInterpretation, DataBlock, DataLoader, DataLoaders, Datasets, Learner, Normalize,
+                           Perplexity, SGD, SkipItemException, TfmdDL, Transform)
+from fastai.callback.all import ModelResetter
+from fastai.text.all import LMDataLoader, Pad_Input, SortedDL
+from fastai.tabular.all import Categorify, FillMissing, tabular_learner, TabularPandas
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset

@@ -6,11 +6,7 @@ pytest.importorskip('fastai')
 import torch
 from fastai import learner as fastai_learner
 from fastai import metrics as fm
-from fastai.data.core import DataLoaders, TfmdDL
-from fastai.learner import AvgMetric, Learner, Metric, ValueMetric
-from fastai.losses import CrossEntropyLossFlat
-from fastai.optimizer import SGD
-from fastai.torch_core import TensorBase
+from fastai.basics import AvgMetric, CrossEntropyLossFlat, DataLoaders, Learner, Metric, SGD, TensorBase, TfmdDL, ValueMetric
 from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F

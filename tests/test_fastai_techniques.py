@@ -5,11 +5,7 @@ from pathlib import Path
 import pytest, torch
 from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
-from fastai.callback.all import Callback
-from fastai.data.core import DataLoaders
-from fastai.learner import Learner
-from fastai.losses import CrossEntropyLossFlat
-from fastai.optimizer import OptimWrapper,SGD
+from fastai.basics import Callback, CrossEntropyLossFlat, DataLoaders, Learner, OptimWrapper, SGD
 from learnerdist.core.env import num_distrib,rank_distrib
 from learnerdist.fastai import distrib_barrier
 from learnerdist.learner.metrics import top_k_accuracy

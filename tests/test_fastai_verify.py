@@ -1,12 +1,7 @@
 "`verify` on fastai's own Learner"
 import pytest,torch
-from fastai.callback.all import CSVLogger,GradientAccumulation,MixUp,SaveModelCallback
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastai.learner import Learner
-from fastai.losses import CrossEntropyLossFlat
-from fastai.metrics import RocAuc,accuracy
-from fastai.torch_core import TensorBase
+from fastai.basics import accuracy, CrossEntropyLossFlat, DataLoader, DataLoaders, Learner, RocAuc, TensorBase
+from fastai.callback.all import CSVLogger, GradientAccumulation, MixUp, SaveModelCallback
 from torch import nn
 import learnerdist.fastai # noqa: F401
 from learnerdist.verify import verify
