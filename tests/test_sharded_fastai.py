@@ -19,8 +19,8 @@ class Resets(nn.Module):
     def __init__(self):
         super().__init__()
         self.emb,self.rnn,self.head = nn.Linear(8, 5),nn.LSTM(5, 5, batch_first=True),nn.Linear(5, 3, bias=False)
-        self.h,self.n_resets = torch.zeros(1),0
-    def reset(self): self.h,self.n_resets = torch.zeros(1),self.n_resets+1
+        self.h,self.n_resets = torch.ones(1),0
+    def reset(self): self.h,self.n_resets = torch.ones(1),self.n_resets+1
     def forward(self, x):
         out = self.rnn(self.emb(x)[:,None])[0][:,-1]
         if self.training: self.h = self.h+1
