@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import scenes
 from harness import asking, close
 from helpers import Raise, weights
+from scenes import net, normed, scene
 from learnerdist.all import *
 from learnerdist.core.env import group_rank, group_size
 from learnerdist.data.sharding import epoch_order
@@ -15,18 +17,9 @@ from learnerdist.testing import RanksError, run_ranks
 
 N,BS = 24,3 # 2 ranks take 4 steps an epoch, 3 ranks take 3 (the last one padded)
 
-def data(n=N, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 3, generator=g, dtype=torch.float64)
-    return list(zip(x, (x.sum(1, keepdim=True)*.5)))
-
-def make(bn=False, opt=torch.optim.SGD, n=N, bs=BS, **kw):
-    torch.manual_seed(0)
-    layers = [nn.Linear(3,4), *([nn.BatchNorm1d(4)] if bn else []), nn.ReLU(), nn.Linear(4,1)]
-    model = nn.Sequential(*layers).double()
-    if opt is torch.optim.SGD: opt = lambda ps, lr: torch.optim.SGD(ps, lr=lr, momentum=.9)
-    learn = Learner(DataLoaders.from_dsets(data(n), data(10, 1), bs=bs), model, nn.MSELoss(), opt, lr=.05, **kw)
-    learn.logger = lambda line: None
+def make(bn=False, bs=BS, path='.', **kw):
+    learn = scenes.make(scene(model=normed if bn else net, n=N, n_valid=10, bs=bs, val_bs=bs, lr=.05, **kw))
+    learn.path,learn.logger = path,lambda line: None
     return learn
 
 class Trace(Callback):
@@ -47,15 +40,16 @@ def state(model): return torch.cat([o.detach().double().flatten() for o in model
 
 def one_process(bn, W, event, exc, rank, at):
     "Weights and buffers of that fit by hand: one plain model, whose batches hold the rows of all ranks"
-    model,ds = make(bn=bn).model,data()
-    opt = torch.optim.SGD(model.parameters(), lr=.05, momentum=.9)
+    learn = make(bn=bn)
+    model,ds = learn.model,learn.dls.train.dataset
+    opt = scenes.sgd(model.parameters(), .05)
     for epoch in range(2):
         for i,idxs in enumerate(epoch_order(N, epoch, 1, shuffle=True).split(W*BS)):
             cancelled = (epoch,i)==(0,at)
             x,y = (torch.stack(o) for o in zip(*[ds[j] for j in idxs]))
             others = torch.arange(len(x))%W!=rank # dealt like cards
             if cancelled and event=='before_batch': x,y,others = x[others],y[others],others[others] # its rows go through no layer
-            losses = (model(x)-y).square()[:,0]
+            losses = (model(x)-y).square().mean(1)
             if cancelled and event in ('before_batch','after_pred','after_loss','before_backward'): losses = losses[others]
             losses.mean().backward()
             opt.step()
@@ -232,8 +226,7 @@ def with_a_nan(order):
     Skip.order,Adds.order = order,-order
     learn = make()
     if group_rank()==1:
-        ds = learn.dls.train.dataset
-        for i in range(N): ds[i] = (ds[i][0]*float('nan'),ds[i][1])
+        learn.dls.train.dataset.tensors[0].fill_(math.nan)
     with learn.distrib_ctx(seed=1, checks=False, timeout_s=60): learn.fit(1, cbs=[Skip,Adds])
     return weights(learn).tolist(),learn.recorder.losses,sums
 

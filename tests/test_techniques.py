@@ -1,31 +1,26 @@
 "One-flag fits, rates that grow with the ranks, metrics, logs, times, memory: on 2 ranks as in one process"
 import csv,sys
+from pathlib import Path
 from functools import partial
 import pytest, torch
 from torch import nn
-from torch.nn import functional as F
+import scenes
 from harness import asking, close
+from scenes import F64, picture
 from helpers import flat, weights
 from learnerdist.all import *
 from learnerdist.core.env import in_group
 from learnerdist.learner.techniques import half_type
 
-F64 = torch.float64
-
-def data(n=24, dtype=F64, seed=0):
-    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(seed), dtype=F64)
-    return list(zip(x.to(dtype), x[:,:3].argmax(1)))
-
-def make(dtype=F64, lr=.1, metrics=None, path='.', cbs=None, W=None, n=24):
+def make(dtype=F64, metrics=(), path='.', cbs=None, n=24):
     "A global batch of 8, in 3 steps an epoch"
-    torch.manual_seed(rank_distrib()) # rank 0's weights are everyone's
-    bs = 8//(W or num_distrib() or 1)
-    dls = DataLoaders(TfmdDL(data(n, dtype), bs, shuffle=True), TfmdDL(data(11, dtype, 1), bs), path=path)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
-    learn = Learner(dls, model, F.cross_entropy, partial(torch.optim.SGD, momentum=.9), lr=lr, metrics=metrics, cbs=cbs)
-    learn.lines = []
+    c = picture(model=small, n=n, bs=8, dtype=dtype, metrics=metrics)
+    learn = scenes.make(c, num_distrib() or 1, rank_distrib()).add_cbs(cbs)
+    learn.path,learn.lines = Path(path),[]
     learn.logger = learn.lines.append
     return learn
+
+def small(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 3))
 
 # --- flags of a fit -----------------------------------------------------------------------------------------------------------
 
