@@ -67,12 +67,12 @@ class NoiseSpy(Callback):
     def after_pred(self):
         if self.training: self.learn.masks.append((self.pred==0).tolist())
 
-def streams():
+def streams(**ctx):
     x = torch.ones(16, 8, dtype=F64)
     model = nn.Sequential(nn.Linear(8, 8).double(), nn.Dropout(.5))
     learn = Learner(DataLoaders(TfmdDL(TensorDataset(x, x), 4)), model, lambda p, t: p.mean(), cbs=NoiseSpy)
     learn.noise,learn.masks = [],[]
-    with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2)
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **ctx): learn.fit(2)
     return learn.noise,learn.masks
 
 def test_each_rank_draws_from_its_own_streams():
@@ -82,6 +82,10 @@ def test_each_rank_draws_from_its_own_streams():
     (noise0,masks0),(noise1,masks1) = runs[0]
     for i in range(3): assert len({o[i] for o in noise0+noise1})==8 # 2 ranks, 2 epochs of 2 steps
     assert masks0!=masks1 and masks0[:2]!=masks0[2:]
+
+def test_each_part_draws_from_its_own_stream():
+    noise,_ = streams(max_bs=2)
+    for i in range(3): assert len({o[i] for o in noise})==16 # 2 parts of 4 steps in 2 epochs
 
 outside = 'before_fit','before_epoch','before_train','after_train','before_validate','after_validate','after_epoch','after_fit'
 
