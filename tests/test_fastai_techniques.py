@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest, torch
 from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
-from fastai.basics import Callback, CrossEntropyLossFlat, DataLoaders, Learner, OptimWrapper, SGD
+from fastai.basics import AvgMetric, Callback, SGD
+from scenes import picture
+from test_fastai_scenes import fastais
 from learnerdist.core.env import num_distrib,rank_distrib
 from learnerdist.fastai import distrib_barrier
 from learnerdist.learner.metrics import top_k_accuracy
@@ -15,21 +17,12 @@ from learnerdist.distributed.profiling import Timer
 
 drops = partial(MultiStepLR, milestones=[3], gamma=.3)
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    def forward(self, x):
-        return self.body(x)
-
-sgd = partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9))
-
-def make(lr=.02, path='.', opt=sgd):
-    torch.manual_seed(rank_distrib())
-    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0), dtype=torch.double)
-    ds = list(zip(x, x[:,:3].argmax(1)))
-    dls = DataLoaders.from_dsets(ds, ds[:11], bs=8//(num_distrib() or 1), num_workers=0, device='cpu')
-    return Learner(dls, Net(), CrossEntropyLossFlat(), opt, lr=lr, metrics=partial(top_k_accuracy, k=2), path=path)
+def small(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 3))
+def make(lr=.02, path='.'):
+    c = picture(model=small, n=24, n_valid=11, bs=8, lr=lr, opt=partial(torch.optim.SGD, momentum=.9))
+    learn = fastais(c, num_distrib() or 1, rank_distrib())
+    learn.metrics,learn.path = [AvgMetric(partial(top_k_accuracy, k=2))],Path(path)
+    return learn
 
 class Rates(Callback):
     order = 90
@@ -41,7 +34,7 @@ def runs(path):
     for k,ctx in {'plain': {}, 'bf16': dict(comm_hook='bf16')}.items():
         learn = make(.04, Path(path)/k)
         cbs = [Scheduler(warm_up(3, drops, start=.5), by='epoch'), SaveModelCallback('valid_loss', keep=2), Timer(), Rates()]
-        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, **ctx):
+        with learn.no_logging(), learn.distrib_ctx(seed=3, **ctx):
             learn.fit(8, cbs=cbs)
             distrib_barrier()
         ws,marks = torch.cat([p.detach().flatten() for p in learn.model.parameters()]),{k for g in learn.opt.opt.param_groups for k in g}
@@ -65,7 +58,8 @@ def test_fastais_learner(tmp_path):
         assert res['plain']['files']==want['plain']['files'] and not torch.equal(res['bf16']['weights'], res['plain']['weights'])
 
 def test_fastais_own_optimizers_are_of_another_kind():
-    learn = make(opt=SGD)
+    learn = make()
+    learn.opt_func = SGD
     with contextlib.redirect_stdout(None), pytest.raises(ValueError, match='opt_func=OptimWrapper'): learn.fit(1, cbs=Scheduler(warm_up(2)))
 
 class Diverge(Callback):
@@ -76,5 +70,5 @@ class Diverge(Callback):
 
 def diverged(path):
     learn = make(path=path)
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(3, cbs=[Diverge(), SaveModelCallback('train_loss')])
+    with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(3, cbs=[Diverge(), SaveModelCallback('train_loss')])
     return [o[0] for o in learn.recorder.values],torch.cat([p.detach().flatten() for p in learn.model.parameters()])
