@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from harness import caught
 from helpers import Of, Stream
 from learnerdist.all import *
+from learnerdist.core import stacks
 from learnerdist.core.shards import full_tensor, map_tensors
 from learnerdist.learner.techniques import GradientClip, Lookahead, MixedPrecision
 
@@ -342,11 +343,11 @@ def own_hook(group, bucket):
 # `bs` is of all ranks. `parts`: micro-batches of `bs`; alone they are one batch, if `whole`.
 # `accumulate`: samples of a step, on all ranks.
 # `unlike`: what is not compared, since it depends on the size of batches or on what a callback changes late
-# `alone`: one process can do the same. If not, ranks agree with each other
+# `alone`: one process can do the same. If not, ranks agree with each other. `warns`: codes of warnings
 base = dict(model=net, ds=points, n=48, n_valid=11, val_ds=None, val_bs=3, bs=12, parts=1, accumulate=None,
             loader=TfmdDL, shuffle=True, dl={}, wrap=DataLoaders, n_inp=None, loss=nn.MSELoss, metrics=(), opt=sgd,
             lr=.1, splitter=None, cbs=list, ctx=dict(seed=3), fits=[2], cycle=False, sees=False, preds=True, whole=True,
-            unlike=(), dtype=F64, tol=1e-9, alone=True)
+            unlike=(), dtype=F64, tol=1e-9, alone=True, warns=())
 
 def scene(**kw):
     assert not kw.keys()-base.keys(), kw.keys()-base.keys()
@@ -423,8 +424,13 @@ def of_table(name): return scenes[name]
 def alone(name): return run(scenes[name]) if scenes[name]['alone'] else {}
 
 def rank_runs(names, of=of_table, run=run):
-    "What `run` gives on this rank of the scene `of` each name, or that it has failed"
-    with process_group(): return {k: caught(run, of(k), group_size(), group_rank()) for k in names}
+    "What `run` gives on this rank of the scene `of` each name, or that it has failed; or warned of anything but what the scene says"
+    def silently(c):
+        before,res = {*stacks._warned},run(c, group_size(), group_rank())
+        for k in c['warns']: stacks._warned.pop(k, None)
+        assert {*stacks._warned}<=before, f'warned: {[*stacks._warned]}'
+        return res
+    with process_group(): return {k: caught(silently, of(k)) for k in names}
 
 # --- the table --------------------------------------------------------------------------------------------------------
 

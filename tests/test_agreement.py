@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import scenes
-from harness import asking, close
+from harness import asking, close, needs_fsdp2
 from helpers import Raise, weights
 from scenes import net, normed, scene
 from learnerdist.all import *
@@ -29,10 +29,10 @@ class Trace(Callback):
 for _o in ('after_cancel_train','after_train','after_cancel_validate','after_validate','after_cancel_epoch','after_epoch',
            'after_cancel_fit','after_fit'): setattr(Trace, _o, lambda self, _o=_o: self.after.append(_o))
 
-def run_case(bn, event, exc, rank, at):
+def run_case(bn, event, exc, rank, at, **ctx):
     learn = make(bn=bn)
     trace = Trace()
-    with learn.distrib_ctx(seed=1): learn.fit(2, cbs=[Raise(event, exc, rank, at), trace])
+    with learn.distrib_ctx(seed=1, **ctx): learn.fit(2, cbs=[Raise(event, exc, rank, at), trace])
     after = [o for o in trace.after if o!=event] # whoever raises in an event keeps it from those that come later
     return after,len(learn.recorder.losses),learn.recorder.losses,learn.recorder.values,state(learn.model)
 
@@ -83,8 +83,8 @@ fits = dict(outside_batches=(False, all_cases(2, outer), None), within_a_batch=(
             on_three_ranks=(False, all_cases(3, ['before_train',*inner[::2],'after_batch']), None))
 long = [*fits][-2:]
 
-def run_fits(names):
-    with process_group(): return {k: [run_case(fits[k][0], *case) for case in fits[k][1]] for k in names}
+def run_fits(names, **ctx):
+    with process_group(): return {k: [run_case(fits[k][0], *case, **ctx) for case in fits[k][1]] for k in names}
 
 @functools.cache
 def on_ranks(W, *names): return run_ranks(run_fits, W, names, timeout_s=240)
@@ -133,19 +133,27 @@ def test_validation_cancelled_on_one_of_three_ranks(of_three):
     results = of_three(valid_cases, 3)
     assert results[0]==results[1]==results[2]
 
+@pytest.mark.long
+@needs_fsdp2
+def test_one_rank_cancels_with_a_sharded_model(of_three):
+    "As with DDP"
+    names = [*fits][:4]
+    for got,want in zip(run_ranks(run_fits, 2, names, shard=True, timeout_s=300), on_ranks(2, *names)): close(got, want)
+    for got,want in zip(run_ranks(valid_cases, 3, 3, None, None, shard=True), of_three(valid_cases, 3)): close(got, want)
+
 class ValidStop(Callback):
     run_train = False
     def __init__(self, rank, at): self.rank,self.at = rank,at
     def after_batch(self):
         if group_rank()==self.rank and self.iter==self.at: raise CancelValidException
 
-def valid_cases(W, rank, path):
+def valid_cases(W, rank, path, **ctx):
     "10 samples at batch size 1 on 3 ranks: rank 0 has 4 batches, the others 3"
     res = []
     for rank,at in [(0,0),(1,1),(2,2),(0,3),(1,2)]:
         learn = make(bs=1)
         trace = Trace()
-        with learn.distrib_ctx(seed=1): res.append((learn.validate(cbs=[ValidStop(rank, at), trace]), trace.after))
+        with learn.distrib_ctx(seed=1, **ctx): res.append((learn.validate(cbs=[ValidStop(rank, at), trace]), trace.after))
     return res
 
 class Extreme(Callback):

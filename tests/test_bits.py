@@ -45,12 +45,13 @@ class Halves:
     "A batch transform that draws"
     def __call__(self, b): return b[0]*(torch.rand(len(b[0]), 1)>.5),b[1]
 
-sgd = partial(torch.optim.SGD, momentum=.9)
+sgd,by_part = partial(torch.optim.SGD, momentum=.9),('batchnorm-parts',)
 of_bits = partial(scene, ds=rows, n=70, n_valid=23, val_bs=5, bs=24, model=mlp, loss=F.cross_entropy, opt=torch.optim.AdamW, lr=.01,
                   dtype=F32, fits=[3], metrics=[accuracy], ctx=dict(seed=3, global_bs=24, max_bs=3))
 scenes = dict(
     plain=of_bits(), dropout=of_bits(model=dropped), mixup=of_bits(cbs=lambda: [MixUp()], metrics=[]),
-    conv=of_bits(ds=pictures, model=conv, fits=[2]), bfloat16=of_bits(ds=pictures, model=conv, dtype=torch.bfloat16, fits=[2]),
+    conv=of_bits(ds=pictures, model=conv, fits=[2], warns=by_part),
+    bfloat16=of_bits(ds=pictures, model=conv, dtype=torch.bfloat16, fits=[2], warns=by_part),
     tokens=of_bits(ds=texts, model=tags, loss=of_tokens, dl=dict(collate_fn=pad), metrics=[]),
     weights=of_bits(loss=nn.CrossEntropyLoss(weight=torch.tensor([.2,.5,.3])), opt=sgd),
     transforms=of_bits(dl=dict(after_batch=Halves()), cbs=lambda: [GradientClip(.5), EMA(.9, evaluate=True)]),

@@ -47,7 +47,7 @@ def same(ranks, want, name, tol):
 not_sharded = {'squares','squares, accumulated','another model','another model in an epoch','sum and penalty','sum and penalty in place',
                *(f'Step, scaled, clipped, one rank, {i}' for i in (0,1))}
 def can_shard(name): return name not in not_sharded and scenes[name]['ctx'].keys()<={'seed','sync_bn','split_batches'}
-def sharded(name): return dict(scenes[name], ctx=dict(scenes[name]['ctx'], shard=True))
+def sharded(name): return dict(scenes[name], ctx=dict(scenes[name]['ctx'], shard=True), warns=('loss-unknown',))
 
 @needs_fsdp2
 @pytest.mark.parametrize('W,ks', [(2, few), *(pytest.param(W, [*filter(can_shard, names[W])], marks=pytest.mark.long) for W in (2, 3))],
