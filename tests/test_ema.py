@@ -16,8 +16,6 @@ from learnerdist.core.compat import fsdp_on_cpu
 from learnerdist.core.shards import is_sharded
 from learnerdist.distributed.comparison import digest
 
-needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
-
 def rows(n):
     x = draws(n, 4, dtype=F64)
     return list(zip(x, x[:,:3].argmax(1)))

@@ -9,9 +9,11 @@ from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 
 def loader(): return DataLoader([(torch.full((3,), float(i)), torch.tensor(i%2)) for i in range(8)], bs=2)
-def quiet(learn):
+def learner(dls=None, model=None, loss=None, **kw):
+    learn = Learner(dls or DataLoaders(loader(), loader()), model or nn.Linear(3, 2), loss or nn.CrossEntropyLoss(), **kw)
     learn.logger = noop
     return learn
+sgd = partial(OptimWrapper, opt=torch.optim.SGD)
 
 class Graph:
     "A batch object, as of PyTorch Geometric"
@@ -26,15 +28,14 @@ class OnGraph(nn.Module):
 
 def without_targets():
     dl = DataLoader([Graph(torch.ones(2, 3))]*8, bs=2, create_batch=lambda b: (b[0],))
-    learn = quiet(Learner(DataLoaders(dl, dl), OnGraph(), noop, opt_func=partial(OptimWrapper, opt=torch.optim.SGD)))
+    learn = learner(DataLoaders(dl, dl), OnGraph(), noop, opt_func=sgd)
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
 
 @pytest.mark.parametrize('kw,message', [(dict(n_epoch=-1),'n_epoch=-1: give a whole'), (dict(n_epoch='3'),"n_epoch='3': give a whole"),
     (dict(n_epoch=1, start_epoch=-1),'start_epoch=-1: give a whole'), (dict(n_epoch=1, lr='0.1'),"lr='0.1': give a number"),
     (dict(n_epoch=1, cbs=[3]),'3 is no callback'), (dict(n_epoch=1, reset_opt='no'),"reset_opt='no': give True or False")], ids=str)
 def test_bad_arguments_of_fit(kw, message):
-    learn = quiet(Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), nn.CrossEntropyLoss()))
-    with pytest.raises(ValueError, match=message): learn.fit(**kw)
+    with pytest.raises(ValueError, match=message): learner().fit(**kw)
 
 def test_no_logging_is_for_our_lines_too(capsys):
     learn = Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), nn.CrossEntropyLoss())
@@ -51,7 +52,7 @@ def test_an_export_that_fails_leaves_the_file_as_it_was(tmp_path):
     assert load_learner(tmp_path/'a.pkl').model.weight.equal(learn.model.weight) and [*tmp_path.iterdir()]==[tmp_path/'a.pkl']
 
 def no_loss():
-    learn = quiet(Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), lambda p, t: None))
+    learn = learner(loss=lambda p, t: None)
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
 
 def row(i): return torch.full((3,), float(i)),i%2
@@ -60,8 +61,7 @@ def typed():
     "As in fastai's tutorial on transformers, where `TfmdLists.types` are classes"
     sets = [TfmdLists(list(range(8)), row) for _ in range(2)]
     for o in sets: o.types = [torch.Tensor,int,list]
-    learn = quiet(Learner(DataLoaders(*[DataLoader(o, bs=2) for o in sets]), nn.Linear(3, 9), nn.CrossEntropyLoss(),
-                          opt_func=partial(OptimWrapper, opt=torch.optim.SGD)))
+    learn = learner(DataLoaders(*[DataLoader(o, bs=2) for o in sets]), nn.Linear(3, 9), opt_func=sgd)
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
     return True
 
@@ -72,14 +72,13 @@ class Second(Callback):
         self.learn.loss_func(self.learn.wrapper(*self.xb), *self.yb).backward()
 
 def sam():
-    learn = quiet(Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), nn.CrossEntropyLoss(), cbs=Second(),
-                          opt_func=partial(OptimWrapper, opt=torch.optim.SGD)))
+    learn = learner(cbs=Second(), opt_func=sgd)
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
     return learn.model.weight.tolist()
 
 def outside():
     "In no context: each rank trains on all of the data"
-    learn = quiet(Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), nn.CrossEntropyLoss()))
+    learn = learner()
     with learn.no_bar(), warnings.catch_warnings(record=True) as ws:
         warnings.simplefilter('always')
         learn.fit(1)
