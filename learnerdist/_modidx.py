@@ -489,7 +489,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'learnerdist.core.random._fill': ('core/random.html#_fill', 'learnerdist/core/random.py'),
                                          'learnerdist.core.random._is_users': ('core/random.html#_is_users', 'learnerdist/core/random.py'),
                                          'learnerdist.core.random._put_back': ('core/random.html#_put_back', 'learnerdist/core/random.py'),
-                                         'learnerdist.core.random._seed_cpu': ('core/random.html#_seed_cpu', 'learnerdist/core/random.py'),
                                          'learnerdist.core.random._undo': ('core/random.html#_undo', 'learnerdist/core/random.py'),
                                          'learnerdist.core.random.draw': ('core/random.html#draw', 'learnerdist/core/random.py'),
                                          'learnerdist.core.random.held': ('core/random.html#held', 'learnerdist/core/random.py'),

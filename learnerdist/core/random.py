@@ -85,17 +85,14 @@ def same_streams(a, b)->bool:
     if a[0]!=b[0] or not torch.equal(a[2], b[2]): return False
     return not a[1] or a[1][2:]==b[1][2:] and bool((a[1][1]==b[1][1]).all())
 
-def _seed_cpu(s):
-    np = sys.modules.get('numpy')
-    random.seed(s)
-    if np: np.random.seed(s%2**32)
-    torch.default_generator.manual_seed(s)
-
 def seed_streams(*parts:int, device=True):
     """Seed the global random streams from several numbers, such as seed, rank, epoch and batch. Some 10 µs:
     `torch.manual_seed` takes ten times as long to find no GPU"""
     s, = mix_seeds([parts])
-    _seed_cpu(s)
+    np = sys.modules.get('numpy')
+    random.seed(s)
+    if np: np.random.seed(s%2**32)
+    torch.default_generator.manual_seed(s)
     module = _accelerator() if device else None
     if module and module.is_initialized(): module.manual_seed_all(s)
 
@@ -154,10 +151,13 @@ def map_seeded(f, items, parts, own=no_generators)->list:
     """`f` of each item, with the streams of the CPU and the user's `own` seeded by `parts`, a tuple for each.
     Afterwards the streams go on where they were; a loader's worker has none to protect"""
     before = rng_state(device=False) if get_worker_info() is None else None
+    np = sys.modules.get('numpy')
     res = []
     try:
-        for o,s in zip(items, mix_seeds(parts)):
-            _seed_cpu(s)
+        for o,s in zip(items, mix_seeds(parts)): # as `seed_streams`, without a call for each sample
+            random.seed(s)
+            if np: np.random.seed(s%2**32)
+            torch.default_generator.manual_seed(s)
             if own: own.seed(s+1)
             res.append(f(o))
     finally:
