@@ -131,10 +131,10 @@ class When:
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c014
 class FitState:
     "What a checkpoint holds of a fit: how it is captured, and restored"
-    def __init__(self, learn, trainer): # trainer: the learner's adapter in a context; None alone
-        self.learn,self.trainer = learn,trainer
+    def __init__(self, learn, engine): # engine: of the learner's context; None alone
+        self.learn,self.engine = learn,engine
         self.model = get_model(learn.model)
-        self.many = trainer is not None and group_size()>1
+        self.many = engine is not None and group_size()>1
         self.world,self.rank = (group_size(),group_rank()) if self.many else (1,0)
         self.token = secrets.token_hex(4) # of the states of this fit, which are counted
         if self.many: self.token = broadcast_object(self.token)
@@ -146,12 +146,12 @@ class FitState:
 
     def seed_moment(self, moment:int, epoch:int):
         "Seed the streams of this process for a moment of an epoch; nothing is seeded alone"
-        ctx = self.trainer
+        ctx = self.engine
         if ctx and ctx.opts.sample_seeds: seed_streams(ctx.seed, ctx.epochs_before+epoch, moment)
 
     def open_loader(self, dl)->PlacedLoader:
         "The loader of a training loop that begins"
-        ctx = self.trainer
+        ctx = self.engine
         if ctx is None: self.loader = PlacedLoader(dl, None, self.learn.dls)
         else:
             seeds = ctx.seed_streams if ctx.opts.sample_seeds else None
@@ -161,7 +161,7 @@ class FitState:
     def capture(self, phase)->dict:
         "The state besides weights and optimizer: the position, the callbacks, and this rank's own state"
         learn = self.learn
-        ctx = self.trainer
+        ctx = self.engine
         at = dict(phase=phase, epoch=learn.epoch+(phase=='done'), step=learn.train_iter)
         at |= dict(pct_train=learn.pct_train, n_epoch=learn.n_epoch, fit=self.n_fit)
         at |= dict(seed=ctx and ctx.seed, epochs_before=ctx and ctx.epochs_before, world=self.world)
@@ -220,13 +220,13 @@ class FitState:
         self.alike = at['world']==self.world
         self.adds_up = at['loss_adds_up']
         self.unsettled = at['step']>0 and self.world>2
-        if self.trainer and at['seed'] is not None: self.trainer.loaders.go_on(at['seed'], at['epochs_before'])
+        if self.engine and at['seed'] is not None: self.engine.loaders.go_on(at['seed'], at['epochs_before'])
         self.load_callbacks()
 
     def check_context(self, at:dict):
         "Alone, the order of an epoch follows from random streams; in a context, from its seed"
         was_alone = at['seed'] is None
-        if at['phase']!='train' or was_alone==(self.trainer is None): return
+        if at['phase']!='train' or was_alone==(self.engine is None): return
         was,remedy = 'in','in `distrib_ctx()`, also on one process'
         if was_alone: was,remedy = 'without','without one'
         why = f'{self.source} was made in mid-epoch {was} a context, which decides the order of samples'
@@ -235,7 +235,7 @@ class FitState:
     def load_callbacks(self):
         cbs = self.learn.cbs
         lost = load_states(cbs, self.loaded['cbs'], 'fit_state')
-        if not self.trainer: lost = [o for o in lost if o!='distributed_trainer'] # only a context has it
+        if not self.engine: lost = [o for o in lost if o!='distributed_trainer'] # only a context has it
         text = f'{self.source} has the state of {", ".join(lost)}, which this fit does not have'
         if lost: warn('unused-state', text)
         own = [o['cbs'] for o in self.loaded['ranks']]
@@ -246,12 +246,12 @@ class FitState:
         "Let the training loop that begins start at its position"
         own = self.loaded['ranks'][self.rank] if self.alike else dict(loader=None)
         go_back(self.loader, at, self.alike, own['loader'])
-        if not self.trainer: self.loader.resumed = unpacked(own['streams'])
+        if not self.engine: self.loader.resumed = unpacked(own['streams'])
 
     def go_on_drawing(self):
         "Alone, between two loops: restore the random streams, if the earlier run was alone, too"
         streams = self.loaded['ranks'][0]['streams']
-        if streams and not self.trainer: set_streams(self.learn.dls, unpacked(streams))
+        if streams and not self.engine: set_streams(self.learn.dls, unpacked(streams))
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c006
 class Checkpoint(Callback):
@@ -292,12 +292,12 @@ class Checkpoint(Callback):
 
     def _begin(self):
         learn,runner = self.learn,self.learn.runner
-        trainer = None if runner.is_alone else runner
-        self.engine = trainer if group_size()>1 else None
+        engine = None if runner.is_alone else runner
+        self.engine = engine if group_size()>1 else None
         folder = as_path(self.path, learn.path)
         if self.n_fits: folder = folder/f'fit_{self.n_fits+1}'
         self.files = Files(folder, self.keep, self.background, self.engine is not None)
-        self.state,self.when = FitState(learn, trainer),When(self._plan(), self.signals)
+        self.state,self.when = FitState(learn, engine),When(self._plan(), self.signals)
         self.active = True
         self.nested = 0 # Loops within this fit, such as fastai's `get_preds`
         # what the fit is doing: 'epoch', 'train', 'trained', 'validate', 'validated'
@@ -335,7 +335,9 @@ class Checkpoint(Callback):
         memory = self.memory
         in_memory = memory and memory.newest(like)
         after = in_memory and (in_memory.info['epoch'],in_memory.info['step'])
-        in_files = self.files.newest(like, after)
+        # the folder of states that are implied is the learner's, where other fits may have saved
+        own_files = 'files' in self.when.plan or not self.implied
+        in_files = self.files.newest(like, after) if own_files else None
         found = in_files or in_memory
         if memory and memory.is_lost and is_rank0():
             text = 'no state in memory has all its parts, since a machine was lost'
@@ -407,7 +409,7 @@ class Checkpoint(Callback):
         "Between two training steps"
         if not self.training or self.phase!='train': return
         self.commit('train')
-        if self.state.unsettled: settle(self.learn, self.state.trainer.ddp)
+        if self.state.unsettled: settle(self.learn, self.state.engine.ddp)
         self.state.unsettled = False
     def after_batch(self):
         if not self.active or self.learn.runner.loop.more_parts: return
