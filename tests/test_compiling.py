@@ -51,7 +51,7 @@ def n_graphs(): return counters['stats']['unique_graphs']
 def run(compiled, model=blocks, n_epoch=2, ctx=(), **kw):
     "Weights and numbers of a fit, and what the compiler did in it"
     learn,before,n = make(model),len(counters['graph_break']),n_graphs()
-    if compiled is not None: learn.compile(None if compiled=='by default' else compiled, **kw)
+    if compiled is not None: learn.compile(compiled, **kw)
     with learn.no_logging(), learn.distrib_ctx(seed=3, **dict(ctx)):
         learn.fit(n_epoch)
         graphs,cb = n_graphs()-n,getattr(learn, 'compiled', None)
@@ -66,7 +66,7 @@ def same(a, b):
 
 def plain_runs(W, backend):
     kw = dict(backend=backend)
-    cases = [(None,{}), (False,kw), (Block,kw), (None,dict(model=branches)), (False,dict(kw, model=branches, fullgraph=W==1))]
+    cases = [(None,{}), (False,kw), (True,kw), (None,dict(model=branches)), (False,dict(kw, model=branches, fullgraph=W==1))]
     with process_group(): return dict(plain=[run(c, **kw) for c,kw in cases])
 
 def rank_answers(path):
@@ -128,7 +128,7 @@ def test_cancels_accumulation_and_files():
 
 def of_sharded(path):
     sharded = dict(shard=dict(blocks=[Block]))
-    return run(None),run(None, ctx=sharded),run('by default', ctx=sharded, backend='aot_eager')
+    return run(None),run(None, ctx=sharded),run(False, ctx=sharded, backend='aot_eager')
 
 @pytest.mark.slow
 def test_sharded():
@@ -143,10 +143,9 @@ def test_what_is_compiled_and_what_is_left_of_it():
     learn = make().compile(regional=True, backend='eager')
     with learn.no_logging(): learn.fit(1)
     assert learn.compiled.regions==list(learn.model[1:4])
-    for bad in (5, 'Block'):
-        with pytest.raises(ValueError, match='regional='): learn.compile(regional=bad)
-    learn.compile(regional=nn.Conv2d)
-    with pytest.raises(ValueError, match='no such blocks'), learn.no_logging(): learn.fit(1)
+    with pytest.raises(ValueError, match='regional='): learn.compile(regional=nn.Linear)
+    learn.compile(regional=True).model = nn.Sequential(nn.Linear(6, 3))
+    with pytest.raises(ValueError, match='no repeated blocks'), learn.no_logging(): learn.fit(1)
     assert not hasattr(learn.uncompile(), 'compiled') and not any('forward' in vars(m) for m in learn.model.modules())
     learn = make().compile(backend='eager')
     learn.loss_func = None

@@ -136,11 +136,11 @@ class Called:
 def f1_of(p, t): return skm.f1_score(t.numpy(), p.argmax(1).numpy(), average='macro')
 
 def all_metrics():
-    auc = partial(skm.roc_auc_score, multi_class='ovr')
+    def auc(p, t): return skm.roc_auc_score(t, p.softmax(1), multi_class='ovr')
     return [as_tensor, as_float, as_numpy, as_numpy_array, as_bool, as_int, with_grad, partial(top_k_accuracy, k=2), accuracy, error_rate,
             Called(), AvgMetric(as_tensor, 'named'), AvgMetric(lambda p,t: as_tensor(p, t)), Hits, Hits(),
             AccumMetric(f1_of, name='f1'), skm_metric(skm.f1_score, dim_argmax=1, average='macro'),
-            skm_metric(skm.confusion_matrix, dim_argmax=-1, name='cm'), skm_metric(auc, activation=lambda p: p.softmax(1), name='auc'),
+            skm_metric(skm.confusion_matrix, dim_argmax=-1, name='cm'), AccumMetric(auc),
             AccumMetric(lambda p,t: len(p), name='n'), AccumMetric(lambda p,t: (p.sum(), t.sum()), name='pair'),
             tm.MulticlassAccuracy(4, average='micro'), tm.MulticlassF1Score(4, average='macro'), tm.MulticlassAUROC(4),
             tm.MulticlassConfusionMatrix(4), tm.MulticlassCohenKappa(4),

@@ -63,8 +63,6 @@ def best(path): return fit(path, cbs=[downhill_then_up(), SaveModelCallback()])
 def best_with_opt(path): return fit(path, learn=make(path, momentum=.5), cbs=[downhill_then_up(), SaveModelCallback(with_opt=True)])
 def best_and_early(path): return fit(path, cbs=[EarlyStoppingCallback(patience=2), SaveModelCallback(fname='best'), downhill_then_up()])
 def top(path): return fit(path, cbs=[downhill_then_up(), SaveModelCallback(keep=3)])
-def every(path): return fit(path, 4, cbs=[downhill_then_up(), SaveModelCallback(every_epoch=2)])
-def at_end(path): return fit(path, 4, cbs=[downhill_then_up(2), SaveModelCallback(at_end=True)])
 def plateau(path): return fit(path, cbs=[ReduceLROnPlateauCallback(factor=.5, patience=0, threshold=.02), Scheduler(warm_up(2))])
 def ramp(path): return fit(path, 4, cbs=[Scheduler(warm_up(4, partial(StepLR, step_size=2, gamma=.1), start=.2))])
 def all_cancel_a_step(path):
@@ -83,7 +81,7 @@ def two_fits(path, **kw):
 
 def two_fits_going_on(path): return two_fits(path, reset_on_fit=False)
 
-cases = {f.__name__:f for f in (early, early_first, best, best_with_opt, best_and_early, top, every, at_end, plateau, ramp,
+cases = {f.__name__:f for f in (early, early_first, best, best_with_opt, best_and_early, top, plateau, ramp,
                                 all_cancel_a_step, epoch_not_measured, two_fits, two_fits_going_on)}
 
 def run_cases(path):
@@ -111,11 +109,6 @@ def test_best_weights_come_back(alone, ranks, name):
         i = min(range(len(r['values'])), key=valid_losses(r).__getitem__)
         assert i==2 and torch.equal(r['weights'], r['shots'][i]) and len(r['files'])==1
     assert alone['best_and_early']['files']==['best.pth'] and len(alone['best_and_early']['values'])==5
-
-def test_files_of_every_epoch_or_of_the_end(alone):
-    assert alone['every']['files']==['model_0.pth','model_2.pth']
-    assert alone['at_end']['files']==['model.pth']
-    for k in ('every','at_end'): assert torch.equal(alone[k]['weights'], alone[k]['shots'][-1])
 
 def test_rates_by_hand(alone):
     close(alone['ramp']['lrs'], [.02,.04,.06,.08,.1,.1,.01,.01])
@@ -227,7 +220,7 @@ def test_unknown_monitor():
     assert mine[0]=='ValueError' and other[0]=='RankError' and 'rank 1 failed with ValueError' in other[1] and "'acuracy'" in other[1]
 
 @pytest.mark.parametrize('make_cb', [partial(EarlyStoppingCallback, patience=-1), partial(EarlyStoppingCallback, patience=0),
-    partial(TrackerCallback, min_delta=-.1), partial(SaveModelCallback, keep=0), partial(SaveModelCallback, keep=2, every_epoch=True),
+    partial(TrackerCallback, min_delta=-.1), partial(SaveModelCallback, keep=0),
     partial(ReduceLROnPlateauCallback, patience=-1), partial(ReduceLROnPlateauCallback, mode='max'),
     partial(ReduceLROnPlateauCallback, lr=1.), partial(warm_up, 0), partial(warm_up, 3, start=2.), partial(Scheduler, StepLR, by='batch')])
 def test_options(make_cb):

@@ -77,11 +77,11 @@ def test_flags_off_and_wrong():
 def test_scale_goes_on_from_fit_to_fit():
     learn = make(torch.float32)
     learn.fit(2, amp='fp16')
-    first = learn._amp.state_dict()
+    first = learn.last_amp.state_dict()
     learn.fit(2, amp='fp16')
-    assert learn._amp.state_dict()['_growth_tracker']==first['_growth_tracker']+6
+    assert learn.last_amp.state_dict()['_growth_tracker']==first['_growth_tracker']+6
     learn.fit(1, amp='bf16')
-    assert learn._amp.state_dict()=={}
+    assert learn.last_amp.state_dict()=={}
 
 @pytest.mark.parametrize('able', [True, False])
 def test_type_that_suits_a_gpu(able, monkeypatch):

@@ -108,7 +108,7 @@ def test_one_run_for_all_ranks(kind, tracker, tmp_path):
     assert [v for _,v in points['step/loss']]==pytest.approx(losses)
     assert points['epoch/valid_loss']==[(i+1,pytest.approx(o[1])) for i,o in enumerate(values)]
     assert points['epoch/train_loss']==[(i+1,pytest.approx(o[0])) for i,o in enumerate(values)]
-    assert len(points['epoch/seconds_comm'])==3 and ('epoch/samples_per_s' in points)==(kind=='ours') # fastai's recorder counts none
+    assert len(points['epoch/comm'])==3 and ('epoch/samples_per_s' in points)==(kind=='ours') # fastai's recorder counts none
     assert {k: run['config'][k] for k in ('model','loss','batch_size','samples','ranks')}==dict(
         model='Linear', loss='MSELoss', batch_size=12, samples=48, ranks=2)
     assert len(run['files'])==1 and set(run['ended'])=={0 if tracker=='wandb' else 'FINISHED'}

@@ -10,7 +10,7 @@ from functools import partial
 from types import FunctionType
 
 import torch
-from fastcore.basics import listify,patch
+from fastcore.basics import patch
 from torch import nn
 
 from ..core.compat import call_with_hooks,compiled_call,compiled_inside,plain_calls
@@ -24,25 +24,15 @@ from ..learner.losses import batch_rows
 from ..learner.predictions import Unshared
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp005
-def find_regions(model, regional, shards=None)->list:
+def find_regions(model, regional:bool, shards=None)->list:
     """The modules that are compiled, each by itself (`regional` as in `Learner.compile`; `shards`: the learner's
     `Sharded`); ValueError if there is none, or if the model cannot be compiled"""
     is_compiled = hasattr(model, compiled_inside)
     need(not is_compiled, 'learn.model is the result of torch.compile: give the model itself')
-    by_blocks = shards is None or regional is not False
-    need(by_blocks, 'a sharded model is compiled by its blocks', regional=regional)
-    if shards and regional is None: return shards.blocks[:-1] or [model]
+    if shards: return shards.blocks[:-1] or [model]
     if not regional: return [model]
-    if regional is True: found = [m for m in repeated_blocks(model) if next(m.children(), None) is not None]
-    else: found = outermost(model, tuple(listify(regional)))
-    need(found, 'no such blocks; give their classes, or regional=False', regional=regional)
-    return found
-
-def outermost(model, classes:tuple)->list:
-    "The modules of these classes, without those that are within another one"
-    if isinstance(model, classes): return [model]
-    found = []
-    for m in model.children(): found += outermost(m, classes)
+    found = [m for m in repeated_blocks(model) if next(m.children(), None) is not None]
+    need(found, 'the model has no repeated blocks: leave out regional=True')
     return found
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp007
@@ -64,10 +54,12 @@ def call_compiled(m, run, *args, **kwargs):
 class Compiled(Callback):
     "Runs the model compiled in batches of full size; `n_eager`: batches without, in a fit. See `compile`"
     order = Order.compiled
-    of = runner = rows = None # of: the model, and its `Sharded`, to which the regions belong
-    regions,on = (),() # on: those that run compiled now
+    of = None     # The model and its `Sharded`, to which the regions belong
+    regions = ()
+    on = ()       # Regions that run compiled now
+    rows = None   # Samples in a batch of full size
     n_eager = 0
-    def __init__(self, regional=None, **kw): # as in `Learner.compile`
+    def __init__(self, regional=False, **kw): # as in `Learner.compile`
         self.regional,self.kw = regional,kw
 
     # what can be copied
@@ -82,8 +74,8 @@ class Compiled(Callback):
         n = batch_rows(self.learn)
         if self.rows is None: self.rows = n
         self.switch_off()
-        if n==self.rows: self.switch_on()
-        else: self.n_eager += 1
+        if n==self.rows: return self.switch_on()
+        self.n_eager += 1
 
     def switch_on(self):
         "From now on the model runs compiled"
@@ -110,15 +102,12 @@ class Compiled(Callback):
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp014
 @patch
 def compile(self:Learner, # noqa: A001
-    # True: repeated blocks, each by itself; or their classes; False: the whole model. None: the whole model, or the
-    # blocks of a sharded one
-    regional=None,
+    regional:bool=False, # Each repeated block by itself, as in a sharded model; False: the whole model
     **kw # Of `torch.compile`: backend, mode, dynamic, fullgraph, options
 )->Learner:
     """Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call
     replaces the first"""
-    known = regional in (None,True,False) or all(isinstance(o, type) for o in listify(regional))
-    need(known, 'give True, False, or classes of blocks', regional=regional)
+    need(regional in (True,False), 'give True or False', regional=regional)
     return self.uncompile().add_cb(Compiled(regional, **kw))
 
 @patch

@@ -7,7 +7,7 @@ __all__ = ['setup_distrib']
 
 # %% ../../nbs/fastai/04_learner.ipynb #c002
 import copy,sys
-from contextlib import contextmanager,nullcontext,suppress
+from contextlib import nullcontext,suppress
 from functools import partial,wraps
 from inspect import signature
 from pathlib import Path
@@ -16,7 +16,6 @@ import torch
 from fastai import learner as fastai_learner
 from fastai.callback import core as fastai_core,progress as fastai_progress,tracker
 from fastai.callback.core import Callback
-from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.callback.training import GradientClip
 from fastai.data.load import DataLoader
 from fastai.learner import Learner,noop
@@ -43,7 +42,7 @@ from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
 from ..learner.learner import check_fit,check_loss,get_model
-from ..learner.techniques import MixedPrecision,amp_flag,evaluate_loaded,evaluated_weights,meet_in_step
+from ..learner.techniques import evaluate_loaded,evaluated_weights,meet_in_step
 from ..learner.callback import Callback as CoreCallback
 from ..learner.loggers import say_alone
 
@@ -223,14 +222,6 @@ def distrib_ctx(self:Learner, sync_bn=True, in_notebook=None, **kw):
 list_options(Learner.to_distributed, Learner.distrib_ctx)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c017b
-@amp_flag.register
-@contextmanager
-def _(learn:Learner, dtype):
-    has_own = any(isinstance(o, (MixedPrecision,FastaiMixedPrecision)) for o in learn.cbs)
-    need(not has_own, 'the learner has to_fp16 or to_bf16: leave out one of the two', amp=dtype)
-    # fastai's own does not change the dtype on the CPU
-    with learn.added_cbs(MixedPrecision(None if dtype is True else dtype)): yield learn
-
 _fit = Learner.fit
 
 def _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt):

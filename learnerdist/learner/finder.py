@@ -34,30 +34,27 @@ def no_trace(learn):
     """Context in which the learner may train; afterwards it is what it was, and so are the random streams. learn: a
     learner, outside of a fit"""
     dls = loaders_of(learn.dls)
-    old = learn.opt
     learn.prepare_model()
-    if old is None: learn.create_opt()
-    modules = [o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module)]
-    # buffers are left to `untouched`
-    params = {*chain(*groups_of(learn.opt), *[m.parameters() for m in modules])}
-    values = [(p,p.detach().clone()) for p in params]
-    opt = deepcopy(learn.opt.state_dict())
-    gens = [(g,g.get_state()) for g in Generators.of(*dls) if isinstance(g, torch.Generator)]
-    epochs = [(o,o.epoch) for o in dls if hasattr(o, 'epoch')]
-    states = [(cb,deepcopy(cb.state_dict())) for cb in learn.cbs if hasattr(cb, 'state_dict')]
+    gens = [g for g in Generators.of(*dls) if isinstance(g, torch.Generator)]
     with ExitStack() as stack:
-        stack.callback(setattr, learn, 'opt', old)
+        # attributes and buffers; a learner without an optimizer has none afterwards
         for o in (learn,learn.model,learn.loss_func,*learn.cbs): stack.enter_context(untouched(o))
-        try: yield learn
-        finally:
-            learn.opt.zero_grad()
-            learn.opt.load_state_dict(opt)
-            with torch.no_grad():
-                for p,was in values: p.copy_(was)
-            for cb,state in states:
-                if state: cb.load_state_dict(state)
-            for dl,epoch in epochs: set_epoch(dl, epoch)
-            for g,state in gens: g.set_state(state)
+        if learn.opt is None: learn.create_opt()
+        stack.callback(learn.opt.load_state_dict, deepcopy(learn.opt.state_dict()))
+        stack.callback(learn.opt.zero_grad)
+        for p in all_params(learn): stack.callback(p.data.copy_, p.detach().clone())
+        for cb in learn.cbs:
+            state = cb.state_dict() if hasattr(cb, 'state_dict') else None
+            if state: stack.callback(cb.load_state_dict, deepcopy(state))
+        for dl in dls:
+            if hasattr(dl, 'epoch'): stack.callback(set_epoch, dl, dl.epoch)
+        for g in gens: stack.callback(g.set_state, g.get_state())
+        yield learn
+
+def all_params(learn)->set:
+    "The parameters of the optimizer, the model and the loss"
+    modules = [o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module)]
+    return {*chain(*groups_of(learn.opt), *[m.parameters() for m in modules])}
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf21
 class LRFinder(Callback):

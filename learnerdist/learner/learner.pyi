@@ -268,12 +268,12 @@ class Learner:
     def create_opt(self):
         """Make a new optimizer over the model's parameter groups. ValueError if no parameter is trainable"""
 
-    def compile(self, regional=None, **kw) -> Learner:
+    def compile(self, regional: bool=False, **kw) -> Learner:
         """Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call
         replaces the first
 
         self: noqa: A001
-        regional: True: repeated blocks, each by itself; or their classes; False: the whole model. None: the whole model, or the blocks of a sharded one
+        regional: Each repeated block by itself, as in a sharded model; False: the whole model
         kw: Of `torch.compile`: backend, mode, dynamic, fullgraph, options"""
 
     def uncompile(self) -> Learner:

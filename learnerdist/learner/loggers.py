@@ -42,16 +42,12 @@ def _bars():
     if in_notebook() and find_spec('matplotlib'): return fp.NBMasterBar,fp.NBProgressBar
     return fp.ConsoleMasterBar,fp.ConsoleProgressBar
 
-class _Smooth:
-    "The smoothed loss as text, computed only when the bar is drawn, because reading it makes a GPU wait"
-    val = None
+class _Loss:
+    "The loss of a batch as text, read only when the bar is drawn, because reading it makes a GPU wait"
     def __init__(self, learn): self.learn = learn
     def __str__(self):
         if self.learn.loss is None: return ''
-        now = float(self.learn.loss)
-        if self.val is None: self.val = now
-        self.val = .9*self.val+.1*now
-        return f'{self.val:.4f}'
+        return f'{float(self.learn.loss):.4f}'
     def __len__(self): return 1 # fastprogress 1.0 asks whether there is a text
 
 def say_alone(warned=[]): # noqa: B006 - once in a process
@@ -95,7 +91,7 @@ class ProgressCallback(Callback):
         n = data_len(self.dl)
         total = 'noinfer' if n is None else n # so for an unknown length
         self.bar = self.bar_of(self.dl, total=total, parent=self.mbar, leave=False)
-        self.bar.comment = _Smooth(self.learn)
+        self.bar.comment = _Loss(self.learn)
         self.bar.update(0)
     before_train = before_validate = _start_bar
 
@@ -126,21 +122,23 @@ class LogWriter(Callback):
     order = Order.loggers
     by_rank = True
     fit_state = 'logged',
-    writing = False
+    writing = False # Whether this process writes, from the first epoch of a fit on
     logged = () # The rows of this fit so far, on every rank
-    def open(self): "Called on rank 0 when a fit begins"
+    def open(self): "Called on rank 0 before the first epoch of a fit"
     def log_epoch(self, row:dict):
         """Write the numbers of an epoch. Called on rank 0 after each. row: from each column of the table, except
         `time`, to its value over all ranks; None if it was not measured"""
         raise NotImplementedError
     def close(self): "Called on rank 0 at the end of the fit, also after an exception"
 
-    def before_fit(self):
-        # fastai's `get_preds` and `lr_find` call `before_fit`, too
+    def before_fit(self): self.logged = []
+
+    def before_epoch(self):
+        # fastai's `get_preds` and `lr_find` call this, too
         is_fit = self.learn.fitting and 'lr_finder' not in vars(self.learn)
-        self.writing = is_rank0() and is_fit
-        self.logged = []
-        if self.writing: self.open()
+        if self.writing or not is_fit or not is_rank0(): return
+        self.open()
+        self.writing = True
 
     def after_epoch(self):
         rec = self.recorder
@@ -184,4 +182,4 @@ class CSVLogger(LogWriter):
             if not self.before: lines.writerow(self.recorder.metric_names[:-1])
             for row in self.logged: lines.writerow([o.tolist() if hasattr(o, 'tolist') else o for o in row.values()])
 
-    open = close = log_epoch
+    open = log_epoch

@@ -43,7 +43,6 @@ class Scheduler(Callback):
         self.cancelled = False
         self.torch_opt = _torch_opt(self.opt)
         self.old = [dict(g) for g in self.torch_opt.param_groups]
-        self.patched = 'step' in vars(self.torch_opt)
         self.sched = self.func(self.torch_opt)
         # batches of an epoch: of this fit, and of the one that the scheduler was made for; None: not known
         self.n_batches = self.n_made_for = data_len(self.learn.runner.loader(self.learn.dls.train))
@@ -70,16 +69,13 @@ class Scheduler(Callback):
         "The state of torch's scheduler, and the batches of an epoch that it was made for; empty before a fit"
         if not self.sched: return {}
         own = dict(n_made_for=self.n_made_for, n_batches=self.n_batches, behind=self.behind)
-        return self.sched.state_dict()|own
+        return dict(own, sched=self.sched.state_dict())
 
     def load_state_dict(self, state):
         "Load a result of `state_dict` into this fit, whose epochs may have more or fewer batches"
-        state = {**state}
-        made_for,n_before = state.pop('n_made_for', None),state.pop('n_batches', None)
-        behind = state.pop('behind', 0)
-        self.n_made_for = made_for if made_for and self.n_batches else self.n_batches
-        self.behind = behind if n_before==self.n_batches else 0
-        self.sched.load_state_dict(state)
+        if self.n_batches and state['n_made_for']: self.n_made_for = state['n_made_for']
+        if self.n_batches==state['n_batches']: self.behind = state['behind']
+        self.sched.load_state_dict(state['sched'])
 
     @property
     def horizon(self)->list:
@@ -91,7 +87,7 @@ class Scheduler(Callback):
         for g,old in zip(self.torch_opt.param_groups, self.old):
             for k in g.keys()-old.keys(): del g[k]
             g.update({k:old[k] for k in ('momentum','betas') if k in old})
-        if not self.patched: vars(self.torch_opt).pop('step', None)
+        vars(self.torch_opt).pop('step', None) # torch's schedulers put a counter around it
         self.old = self.torch_opt = None
 
 _lengths = 'total_steps','total_iters','T_max','T_0','_milestones'
@@ -174,9 +170,7 @@ def freeze_to(self:Learner,
         if isinstance(m, norm_types): norms |= {*m.parameters(recurse=False)}
     for i,g in enumerate(groups):
         for p in g['params']: p.requires_grad_(i>=first or self.train_bn and p in norms)
-    # the same groups, with their settings
-    self.opt = self.opt_func([dict(params=g['params']) for g in groups], lr=groups[-1]['lr'])
-    for new,g in zip(self.opt.param_groups, groups): new.update({k: v for k,v in g.items() if k!='params'})
+    self.create_opt()
 
 @patch
 def freeze(self:Learner):
@@ -309,17 +303,13 @@ class SaveModelCallback(TrackerCallback):
     def __init__(self,
         monitor='valid_loss', comp=None, min_delta=0., # As in `TrackerCallback`
         fname='model',     # File name as in `Learner.save`
-        # True, or a number n: save `{fname}_{epoch}` after every 1 or n epochs, and keep the last weights
-        every_epoch=False,
-        at_end=False,      # Save the last weights as `fname` at the end, and keep them
         with_opt=False,    # Also save the optimizer's state
         reset_on_fit=True, # As in `TrackerCallback`
         keep:int=1         # Number of best models to keep; if more than 1, their files are `{fname}_{epoch}`
     ):
-        good = keep==1 or keep>1 and not every_epoch
-        need(good, 'keep 1 or more, or every epoch', keep=keep, every_epoch=every_epoch)
+        need(keep>=1, 'keep 1 or more', keep=keep)
         super().__init__(monitor, comp, min_delta, reset_on_fit)
-        store_attr('fname,every_epoch,at_end,with_opt,keep')
+        store_attr('fname,with_opt,keep')
 
     def reset(self):
         super().reset()
@@ -329,27 +319,23 @@ class SaveModelCallback(TrackerCallback):
 
     def track(self):
         super().track()
-        numbered = f'{self.fname}_{self.number}'
+        name = self.fname
+        if self.keep>1: name += f'_{self.number}'
         self.number += 1
-        if self.every_epoch and self.epoch%self.every_epoch==0: self._save(numbered)
-        elif not self.every_epoch and self._is_best(): self._keep(self.fname if self.keep==1 else numbered)
+        if self._is_best(): self._keep(name)
 
     def after_fit(self):
-        if self.seen and self.at_end: self._save(self.fname)
-        elif self.seen and self.kept:
+        if self.seen and self.kept:
             self.learn.load(self.kept[0][1], with_opt=self.with_opt)
             evaluate_loaded(self.learn)
         super().after_fit()
-
-    def _save(self, fname):
-        with evaluated_weights(self.learn): self.last_saved_path = self.learn.save(fname, with_opt=self.with_opt)
 
     def _is_best(self):
         if self.keep==1 or self.value is None or math.isnan(self.value): return self.new_best
         return len(self.kept)<self.keep or bool(self.comp(self.value, self.kept[-1][0]))
 
     def _keep(self, fname):
-        self._save(fname)
+        with evaluated_weights(self.learn): self.last_saved_path = self.learn.save(fname, with_opt=self.with_opt)
         saved = [*self.kept,(self.value,fname)]
         ranked = sorted(saved, key=lambda o: o[0], reverse=not self.lower)
         self.kept = ranked[:self.keep]

@@ -9,7 +9,6 @@ __all__ = ['MixedPrecision', 'GradientClip', 'GradientAccumulation', 'steps_per_
 import math
 from collections import deque
 from contextlib import contextmanager,nullcontext
-from functools import singledispatch
 from inspect import signature
 from itertools import chain,pairwise
 from numbers import Real
@@ -106,7 +105,7 @@ class MixedPrecision(Callback):
     def of_loop(self): return dict(cast=self.cast)
 
     def before_batch(self):
-        if self.training: self._put_back()
+        if self.training and self.unscaled: self._scale_again()
         self._leave() # of an interrupted forward pass
         self.cast = self.autocast()
         self.cast.__enter__()
@@ -144,16 +143,14 @@ class MixedPrecision(Callback):
         self.unscaled = False
         self.scaler.update()
 
-    def _put_back(self):
-        "If a batch was cancelled after unscaling, scale its gradients again, because later gradients are added to them"
-        if not self.unscaled: return
-        self.unscaled = False
-        self.scaler.update()
+    def _scale_again(self):
+        "A batch was cancelled after its gradients were unscaled, and the next ones are added to them"
+        self.after_step()
         for p in with_grad(self.opt): p.grad.mul_(self.scaler.get_scale())
 
     def cleanup(self):
         self._leave()
-        self._put_back()
+        self.after_step()
 
 for _o in cancels: setattr(MixedPrecision, f'after_cancel_{_o}', MixedPrecision._leave)
 
@@ -174,17 +171,17 @@ def to_bf16(self:Learner)->Learner:
     return self.to_fp32().add_cb(MixedPrecision(torch.bfloat16))
 
 # %% ../../nbs/learner/06_techniques.ipynb #c014s1
-@singledispatch
 @contextmanager
 def amp_flag(learn, dtype):
-    "The flag `amp` of `fit`, for this kind of learner"
-    has_own = any(isinstance(o, MixedPrecision) for o in learn.cbs)
-    need(not has_own, 'the learner has to_fp16 or to_bf16: leave out one of the two', amp=dtype)
-    if dtype is True: dtype = None
-    if learn._amp is None or learn._amp.dtype!=_dtypes.get(dtype, dtype): learn._amp = MixedPrecision(dtype)
-    with learn.added_cbs(learn._amp): yield learn # the same callback in each fit, so that it keeps its scale
+    "The flag `amp` of `fit`"
+    names = [type(o).__name__ for o in learn.cbs] # also fastai's
+    need('MixedPrecision' not in names, 'the learner has to_fp16 or to_bf16: leave out one of the two', amp=dtype)
+    cb = MixedPrecision(None if dtype is True else dtype)
+    last = vars(learn).get('last_amp')
+    if last and last.dtype==cb.dtype: cb = last # the same in each fit, so that it keeps its scale
+    learn.last_amp = cb
+    with learn.added_cbs(cb): yield learn
 
-Learner._amp = None
 fit_flags['amp'] = amp_flag
 
 # %% ../../nbs/learner/06_techniques.ipynb #c023
@@ -207,14 +204,12 @@ class GradientClip(Callback):
         norm = clip_grad_norm_(with_grad(self.opt), self.max_norm, self.norm_type)
         self._fresh.append(full_tensor(norm.detach()))
 
-    def after_train(self): self.norms # noqa: B018 - read once an epoch, so that no step waits for a GPU
-
     @property
     def norms(self)->list:
-        "The gradient norm of each step of this fit, before clipping. Each read synchronises the GPU"
+        "The gradient norm of each step of this fit, before clipping. A read makes a GPU wait, and no step does"
         if self._fresh: self._done += torch.stack(self._fresh).tolist()
         self._fresh = []
-        return self._done # the same list, which grows: a checkpoint in memory writes what is new
+        return self._done
 
     @norms.setter
     def norms(self, v):
@@ -311,55 +306,34 @@ def steps_per_epoch(
     return math.ceil(n/math.ceil(acc.n_acc/bs))
 
 # %% ../../nbs/learner/06_techniques.ipynb #c044
-class Lookahead(Optimizer):
-    """Wrap `optimizer`: after every `k` steps, set the weights back to the fraction `alpha` of the way. ValueError
-    for a bad `k` or `alpha`"""
-    def __init__(self,
-        optimizer:Optimizer, # The inner optimizer, of `torch.optim` or like it
-        k:int=10,            # Number of steps between two moves of the slow weights
-        alpha:float=.5       # Fraction of the way, above 0 and up to 1; 1: no effect
-    ):
-        need(k>=1, 'give at least one step', k=k)
-        need(0<alpha<=1, 'give a part above 0 and up to 1', alpha=alpha)
-        self.optimizer = optimizer
-        self.k,self.alpha = k,alpha
-        self.n_steps = 0
-        self.slow = {} # from parameters to slow weights
+def Lookahead(
+    optimizer:Optimizer, # Of `torch.optim` or like it
+    k:int=10,            # Number of steps between two moves of the slow weights
+    alpha:float=.5       # Fraction of the way, above 0 and up to 1; 1: no effect
+)->Optimizer:            # `optimizer`, whose state has the slow weights, too
+    """From now on `optimizer` sets the weights back to the fraction `alpha` of the way after every `k` steps (Zhang et al.,
+    2019, arXiv:1907.08610). ValueError for a bad `k` or `alpha`"""
+    need(k>=1, 'give at least one step', k=k)
+    need(0<alpha<=1, 'give a part above 0 and up to 1', alpha=alpha)
+    optimizer.param_groups[0].setdefault('n_steps', 0)
+    fresh = {} # The weights before the first step of each parameter
 
-    param_groups = property(lambda self: self.optimizer.param_groups, doc="The inner optimizer's")
-    state = property(lambda self: self.optimizer.state, doc="The inner optimizer's")
-    defaults = property(lambda self: self.optimizer.defaults, doc="The inner optimizer's")
-    def zero_grad(self, set_to_none=True): self.optimizer.zero_grad(set_to_none)
-    def add_param_group(self, group): self.optimizer.add_param_group(group)
-    # a scheduler wraps `step`; the wrapper is not copied
-    def __getstate__(self): return {k:v for k,v in vars(self).items() if k!='step'}
-    def __setstate__(self, state): vars(self).update(state)
-    def _params(self): return [*chain(*groups_of(self))]
+    def before_step(opt, args, kwargs):
+        for p in with_grad(opt):
+            if 'slow' not in opt.state.get(p, ()): fresh[p] = p.detach().clone()
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """Take a step of the inner optimizer; after every `k` steps also move the slow weights. closure: as in
-        `torch.optim`"""
-        for p in self._params():
-            if p not in self.slow: self.slow[p] = p.detach().clone()
-        loss = self.optimizer.step(closure)
-        self.n_steps += 1
-        if self.n_steps%self.k: return loss
-        for p in self._params(): p.copy_(self.slow[p].lerp_(p, self.alpha))
-        return loss
+    def after_step(opt, args, kwargs):
+        for p,t in fresh.items(): opt.state[p]['slow'] = t # before it, the optimizer takes a state for its own
+        fresh.clear()
+        opt.param_groups[0]['n_steps'] += 1
+        if opt.param_groups[0]['n_steps']%k: return
+        for p,state in opt.state.items():
+            if 'slow' in state: p.copy_(state['slow'].lerp_(p, alpha))
 
-    def state_dict(self)->dict:
-        "State dict: that of the inner optimizer, the slow weights in the order of parameters, and the number of steps"
-        slow = [self.slow.get(p) for p in self._params()]
-        return dict(optimizer=self.optimizer.state_dict(), slow=slow, n_steps=self.n_steps)
-
-    def load_state_dict(self, state_dict:dict):
-        "Load a result of `state_dict`"
-        self.optimizer.load_state_dict(state_dict['optimizer'])
-        slow = zip(self._params(), state_dict['slow'], strict=True)
-        known = [(p,o) for p,o in slow if o is not None]
-        self.slow = {p: o.detach().to(p.device, p.dtype, copy=True) for p,o in known}
-        self.n_steps = state_dict['n_steps']
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
+    return optimizer
 
 # %% ../../nbs/learner/06_techniques.ipynb #ema02
 class EMA(Callback):
