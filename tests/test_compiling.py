@@ -142,7 +142,7 @@ def test_sharded():
 def test_what_is_compiled_and_what_is_left_of_it():
     learn = make().compile(regional=True, backend='eager')
     with learn.no_logging(): learn.fit(1)
-    assert learn.compiled.regions==list(learn.model[1:4])
+    assert [*learn.compiled.regions]==[*learn.model[1:4]]
     with pytest.raises(ValueError, match='regional='): learn.compile(regional=nn.Linear)
     learn.compile(regional=True).model = nn.Sequential(nn.Linear(6, 3))
     with pytest.raises(ValueError, match='no repeated blocks'), learn.no_logging(): learn.fit(1)

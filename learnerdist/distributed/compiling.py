@@ -6,14 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp002
-from functools import partial
-from types import FunctionType
-
-import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..core.compat import call_with_hooks,compiled_call,compiled_inside,plain_calls
+from ..core.compat import compiled_call,compiled_inside,plain_calls
 from ..core.stacks import need
 from ..data.loaders import batch_shape
 from .batchnorm import leave_uncompiled
@@ -36,28 +32,23 @@ def find_regions(model, regional:bool, shards=None)->list:
     return found
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp007
-def runner(**kw):
-    "A function of (module, inputs) that runs the module's `forward`, compiled with these options"
-    def run(m, *args, **kwargs): return type(m).forward(m, *args, **kwargs)
+def compiled(m, **kw):
+    "What calls module `m`, with its hooks, compiled with these options. The module stays as it is"
     leave_uncompiled()
-    code = run.__code__.replace(co_name='compiled')
-    return torch.compile(FunctionType(code, run.__globals__), **kw)
-
-def call_compiled(m, run, *args, **kwargs):
-    "Call module `m` with its hooks, and with `run` for its `forward`"
-    vars(m)['forward'] = partial(run, m)
-    try:
-        with plain_calls(): return call_with_hooks(m, *args, **kwargs)
-    finally: vars(m).pop('forward', None)
+    m.compile(**kw)
+    run = vars(m).pop(compiled_call)
+    def call(*args, **kwargs):
+        with plain_calls(): return run(*args, **kwargs)
+    return call
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp009
 class Compiled(Callback):
     "Runs the model compiled in batches of full size; `n_eager`: batches without, in a fit. See `compile`"
     order = Order.compiled
-    of = None     # The model and its `Sharded`, to which the regions belong
-    regions = ()
-    on = ()       # Regions that run compiled now
-    rows = None   # Samples in a batch of full size
+    of = None   # The model and its `Sharded`, to which the regions belong
+    regions = {} # From a module to what calls it compiled
+    on = ()     # Modules that run compiled now
+    rows = None # Samples in a batch of full size
     n_eager = 0
     def __init__(self, regional=False, **kw): # as in `Learner.compile`
         self.regional,self.kw = regional,kw
@@ -85,13 +76,13 @@ class Compiled(Callback):
         if self.of!=(model,shards):
             copied = isinstance(learn.model, nn.DataParallel)
             need(not copied, 'DataParallel copies the model at each step: use distrib_ctx')
-            self.regions = find_regions(model, self.regional, shards)
-            self.of,self.runner = (model,shards),runner(**self.kw)
+            self.regions = {m: compiled(m, **self.kw) for m in find_regions(model, self.regional, shards)}
+            self.of = model,shards
         hides_loss = learn.training and learn.loss_func is None and model in self.regions
         unseen = 'the model computes its loss, which is not seen in a graph'
         need(not hides_loss, f'{unseen}: regional=True')
         self.on = [m for m in self.regions if vars(m).get(compiled_call) is None]
-        for m in self.on: vars(m)[compiled_call] = partial(call_compiled, m, self.runner)
+        for m in self.on: vars(m)[compiled_call] = self.regions[m]
 
     def switch_off(self):
         "The model is what it was"

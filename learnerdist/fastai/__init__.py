@@ -1,4 +1,5 @@
 "fastai's own Learner, distributed: `from learnerdist.fastai import *` in place of `from fastai.distributed import *`"
+# ruff: noqa: F401
 from types import ModuleType as _ModuleType
 from learnerdist.checkpoint.checkpoint import Checkpoint,Preempted
 from learnerdist.core.collectives import all_mean,all_sum,broadcast_object,distrib_barrier,gather_objects

@@ -6,11 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/learner/00_losses.ipynb #66de90f6
-import copy,inspect
+import copy,inspect,math
 from collections.abc import Mapping
 from functools import cache,partial,singledispatch
 from itertools import repeat
-from operator import is_not
+from operator import is_not,mul
 from typing import Callable,NamedTuple
 
 import torch
@@ -67,7 +67,7 @@ def _of_torch(name, opts):
     if reduction=='sum': return MeanOver('sum')
     if reduction=='batchmean' or name in _of_samples: return MeanOver('samples')
     if name in _of_elements: return MeanOver('items', n_elements)
-    own = {k: opts[k] for k in ('weight','ignore_index') if k in opts}
+    own = dict(weight=opts.get('weight'), ignore_index=opts.get('ignore_index', -100))
     return MeanOver('items', partial(n_class_items, **own))
 
 # %% ../../nbs/learner/00_losses.ipynb #0864ecc0
@@ -75,21 +75,25 @@ def _of_torch(name, opts):
 def mean_over(loss_func)->MeanOver:
     """What `loss_func` averages over; of kind 'unknown' if it is not registered. loss_func: a loss function or module;
     for your own class, register a function that returns its `MeanOver`"""
-    if (n_items := getattr(loss_func, 'n_items', None)) is not None: return _by_items(n_items)
     f,opts = loss_func,{}
-    while isinstance(f, partial): f,opts = f.func,{**f.keywords, **opts}
-    known = getattr(f, '__hash__', None) and f in _functions
-    return _of_torch(_functions[f], opts) if known else MeanOver('unknown')
+    while isinstance(f, partial): f,opts = f.func,f.keywords|opts
+    name = None
+    if getattr(f, '__hash__', None): name = _functions.get(f)
+    return _over(loss_func, name, opts)
 
-def _by_items(n_items): return MeanOver('whole') if n_items=='whole' else MeanOver('items', n_items)
+def _over(loss_func, name, opts):
+    "What a loss says that it is the mean over, else what torch's loss of this name is; name: None for another one"
+    n_items = getattr(loss_func, 'n_items', None)
+    if n_items=='whole': return MeanOver('whole')
+    if n_items is not None: return MeanOver('items', n_items)
+    if name is None: return MeanOver('unknown')
+    return _of_torch(name, opts)
 
 # %% ../../nbs/learner/00_losses.ipynb #0864ecc0s1
 @mean_over.register
 def _(loss_func:nn.Module):
-    if (n_items := getattr(loss_func, 'n_items', None)) is not None: return _by_items(n_items)
     # a subclass with a `forward` of its own may do anything
-    name = _forwards.get(type(loss_func).forward)
-    return MeanOver('unknown') if name is None else _of_torch(name, _options(loss_func))
+    return _over(loss_func, _forwards.get(type(loss_func).forward), _options(loss_func))
 
 def _options(loss):
     names = 'weight','ignore_index','reduction'
@@ -125,7 +129,7 @@ class LossTrace(TorchFunctionMode):
         pred,targ,*_ = opts.values()
         over = _of_torch(_functions[func], opts)
         if func is F.ctc_loss and over.kind=='samples': return len(opts['target_lengths'])
-        return over.count(pred, targ) if over.kind=='items' else None
+        if over.kind=='items': return over.count(pred, targ)
 
 _signature = cache(inspect.signature)
 _names = 'clone','to','float','double','contiguous','mean'
@@ -149,12 +153,12 @@ def as_mean(total, n):
 def weighted(mean, n)->Tensor:
     """`mean` times `n`; 0 if `n` is 0, even if the mean is NaN. mean: a loss or a metric: a number or a tensor (); n:
     its weight: a number or a tensor (); returns: (), in the device's `wide_dtype`"""
-    at = mean if isinstance(mean, Tensor) else n
-    device = at.device if isinstance(at, Tensor) else torch.device('cpu')
+    device = torch.device('cpu')
+    for o in (n,mean):
+        if isinstance(o, Tensor): device = o.device
     mean = torch.as_tensor(mean, dtype=wide_dtype(device), device=device).detach()
     if not isinstance(n, Tensor): return mean*n if n else torch.zeros_like(mean)
-    n = n.to(device)
-    return torch.where(n==0, 0., mean*n)
+    return torch.where(n.to(device)==0, 0., mean*n.to(device))
 
 def unweighted(total:Tensor, n:Tensor)->Tensor:
     "The inverse of `weighted`: `total` divided by `n`; 0 where `n` is 0, NaN where `total` is NaN"
@@ -167,12 +171,12 @@ def cut(b, n:int, i:int, j:int):
         raise ValueError(f'not every tensor has {n} rows')
     return tree_map(lambda o: o[i:j], b)
 
-_tols = {torch.float64: 1e-8, torch.float32: 1e-4}
+_tols = {torch.float64: 1e-8, torch.float32: 1e-4, None: 1e-6}
 
 # %% ../../nbs/learner/00_losses.ipynb #ceff65e0s2
 def tolerance(*os): # None counts as a float
     "The relative difference that is rounding, for values of these dtypes; a float may be of float32, by `item()`"
-    return max(_tols.get(o.dtype, .02) if isinstance(o, Tensor) else 1e-6 for o in os)
+    return max(_tols.get(getattr(o, 'dtype', None), .02) for o in os)
 
 def follows(whole:tuple, parts:list, tol:float):
     """How the loss of a batch follows from the losses of its parts. whole: (loss, items, number) of a batch; items:
@@ -185,24 +189,27 @@ def follows(whole:tuple, parts:list, tol:float):
         sums = [float(weighted(*o[:2])) for o in parts]
         same = alike(sum(sums), float(weighted(loss, items)), sum(map(abs, sums)))
         same = same and alike(sum(map(float, counts)), float(items), 0)
-        return 'items' if same or not loss-loss==0 else 'other'
-    values = [loss,*losses]
-    if any(o-o!=0 for o in values) or not any(values): return None # not finite; nothing to compare
+        return 'items' if same or not math.isfinite(loss) else 'other'
+    if not all(map(math.isfinite, [loss,*losses])) or not any([loss,*losses]): return None # nothing to compare
     scale = max(map(abs, losses))
-    if alike(sum(o*n for o,n in zip(losses, ns))/sum(ns), loss, scale): return 'samples'
+    of_samples = sum(map(mul, losses, ns))/sum(ns)
+    if alike(of_samples, loss, scale): return 'samples'
     if not alike(sum(losses), loss, scale): return 'other'
     # else a mean over items that only one part has, such as pairs
-    return 'sum' if sum(map(bool, losses))>1 else None
+    if sum(map(bool, losses))>1: return 'sum'
 
 def counted_rows(pred, yb, n:int)->int:
     """What a mean counts of which nothing is known: samples; nodes or tokens, if all tensors have so many rows. pred,
     yb: prediction and targets of a batch; n: number of samples in it"""
-    found = []
-    for b in (pred,*listed(yb)): found += batch_leaves(b, n)
-    ts = [o for o in found if isinstance(o, Tensor) and o.ndim]
-    if len(ts)<2 or any(isinstance(o, (list,tuple)) for o in found): return n
-    time_first = all(o.shape[1:2]==(n,) for o in ts)
-    return n if time_first or len({len(o) for o in ts})>1 else len(ts[0])
+    lens,seconds = [],set()
+    for b in (pred,*listed(yb)):
+        for o in batch_leaves(b, n):
+            if isinstance(o, (list,tuple)): return n
+            if not isinstance(o, Tensor) or not o.ndim: continue
+            lens.append(len(o))
+            seconds.add(o.shape[1:2])
+    if len(lens)<2 or len({*lens})>1 or seconds=={(n,)}: return n
+    return lens[0]
 
 # %% ../../nbs/learner/00_losses.ipynb #ba7c4f0e
 def batch_rows(learn)->int:
@@ -235,15 +242,17 @@ def loader_rows(dl, i):
     batches = getattr(dl, 'batch_sampler', None)
     if not sizes and isinstance(batches, (list,tuple)): sizes = [*map(len, batches)]
     k = i-getattr(dl, 'offset', 0)
-    if sizes: return sizes[k] if k<len(sizes) else None
+    if sizes: return next(iter(sizes[k:k+1]), None)
     size,n = _size_and_n(dl)
-    return size if None in (size,n) else min(size, n-i*size)
+    if None in (size,n): return size
+    return min(size, n-i*size)
 
 def _size_and_n(dl):
     "Batch size and number of samples of a loader, None if not known; a stream's last batch may be smaller"
     bs = getattr(dl, 'batch_sampler', None)
     if type(bs) is BatchSampler: return bs.batch_size,data_len(bs.sampler)
-    return getattr(dl, 'bs', None) if bs is None else None,getattr(dl, 'n', None)
+    if bs is None: return getattr(dl, 'bs', None),getattr(dl, 'n', None)
+    return None,None
 
 # %% ../../nbs/learner/00_losses.ipynb #031ef7b2
 def loss_over(learn)->MeanOver:
@@ -281,7 +290,8 @@ def n_items(learn, over=None):
         count = (over or loss_over(learn)).count
         if count is None: return counted_rows(learn.pred, learn.yb, batch_rows(learn))
         n = count(learn.pred, *learn.yb)
-    return n.detach().to(wide_dtype(n.device)) if isinstance(n, Tensor) else n
+    if not isinstance(n, Tensor): return n
+    return n.detach().to(wide_dtype(n.device))
 
 @torch.no_grad()
 def probe_loss(learn):
@@ -289,18 +299,17 @@ def probe_loss(learn):
     learn: a learner, after the loss of a batch; returns: as `follows`; 'other' if the loss fails on a part of the
     batch"""
     n = counted_rows(learn.pred, learn.yb, batch_rows(learn))
-    items = vars(learn).get('items')
     if n<2: return None
     def look(i, j):
-        args = cut((learn.pred,*learn.yb), n, i, j)
         trace = LossTrace()
-        with trace: res = learn.loss_func(*copied(args))
-        mean,items = as_mean(*res) if type(res) is tuple else (res,trace.items(res))
+        with trace: res = learn.loss_func(*copied(cut((learn.pred,*learn.yb), n, i, j)))
+        if type(res) is tuple: mean,items = as_mean(*res)
+        else: mean,items = res,trace.items(res)
         return float(mean.to(wide_dtype(mean.device)).mean()),items,j-i
     tol = tolerance(learn.loss, *[learn.pred]*isinstance(learn.pred, Tensor))
     with untouched(learn.loss_func):
         try: return follows(look(0, n), [look(0, n//2),look(n//2, n)], tol)
-        except Exception: return 'other' if items is None else 'items' # such as the loss of a model
+        except Exception: return 'other' if vars(learn).get('items') is None else 'items' # such as the loss of a model
 
 def loss_kind(learn)->str:
     """The reduction of the loss, see `MeanOver`. In one process an unknown loss is probed; several ranks have already
@@ -319,7 +328,7 @@ def loss_trace(learn):
     """What observes the forward pass of the next batch: the model may compute a loss that is not known itself. learn:
     a learner, before a loop; returns: a `LossTrace`, or None"""
     over = loss_over(learn)
-    return LossTrace() if over.count is None and over.kind in _seen_later else None
+    if over.count is None and over.kind in _seen_later: return LossTrace()
 
 def _observed(learn, func):
     "The loss; `learn.loss_trace` goes on only if the model has computed it"
@@ -334,7 +343,8 @@ def _observed(learn, func):
 # %% ../../nbs/learner/00_losses.ipynb #0f5e7a11s1
 def loss_of_model(pred, *_):
     "The loss that a model puts into its output, as Hugging Face's do: `pred['loss']` or `pred.loss`; else ValueError"
-    res = pred.get('loss') if isinstance(pred, Mapping) else getattr(pred, 'loss', None)
+    res = getattr(pred, 'loss', None)
+    if isinstance(pred, Mapping): res = pred.get('loss')
     found = f'loss_func=None: the output of the model, a {type(pred).__name__}, has no `loss`'
     need(res is not None, f'{found}: give a loss_func')
     return res
