@@ -1198,10 +1198,10 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                           'learnerdist/distributed/compiling.py'),
                                                    'learnerdist.distributed.compiling.Learner.uncompile': ( 'distributed/compiling.html#learner.uncompile',
                                                                                                             'learnerdist/distributed/compiling.py'),
-                                                   'learnerdist.distributed.compiling.compiled': ( 'distributed/compiling.html#compiled',
-                                                                                                   'learnerdist/distributed/compiling.py'),
                                                    'learnerdist.distributed.compiling.find_regions': ( 'distributed/compiling.html#find_regions',
-                                                                                                       'learnerdist/distributed/compiling.py')},
+                                                                                                       'learnerdist/distributed/compiling.py'),
+                                                   'learnerdist.distributed.compiling.runner': ( 'distributed/compiling.html#runner',
+                                                                                                 'learnerdist/distributed/compiling.py')},
             'learnerdist.distributed.data_parallel': { 'learnerdist.distributed.data_parallel.(DataParallel, DistributedDataParallel).reset': ( 'distributed/data_parallel.html#(dataparallel, '
                                                                                                                                                 'distributeddataparallel).reset',
                                                                                                                                                 'learnerdist/distributed/data_parallel.py'),

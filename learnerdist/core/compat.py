@@ -44,6 +44,7 @@ update_count: torchmetrics Metric()._update_count: sums over ranks
 to_sync: torchmetrics Metric()._to_sync: sums, in a group of the script
 module_states: torch.distributed._composable_state _module_state_mapping: a second context
 compiled_call: torch.nn Module._compiled_call_impl: `learn.compile`
+call_impl: torch.nn Module._call_impl: `learn.compile`
 dispatch_mode: torch.utils._python_dispatch TorchDispatchMode: `launch --plan`
 fake_store: torch.testing._internal.distributed.fake_pg FakeStore: `launch --plan`
 no_modes: torch _C.DisableTorchFunction: `learn.compile` with losses that are observed"""
@@ -147,6 +148,7 @@ def forget_passes(model):
 # %% ../../nbs/core/00_compat.ipynb #cmpcmp1
 # Attributes: by which a module is called; of a compiled one
 compiled_call,compiled_inside = '_compiled_call_impl','_orig_mod'
+call_with_hooks = find('call_impl')
 plain_calls = find('no_modes') # a context without observers of torch's functions
 
 # %% ../../nbs/core/00_compat.ipynb #dfrcmp1

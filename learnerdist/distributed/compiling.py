@@ -6,10 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp002
+from functools import partial
+from types import FunctionType
+
+import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..core.compat import compiled_call,compiled_inside,plain_calls
+from ..core.compat import call_with_hooks,compiled_call,compiled_inside,plain_calls
 from ..core.stacks import need
 from ..data.loaders import batch_shape
 from .batchnorm import leave_uncompiled
@@ -32,13 +36,13 @@ def find_regions(model, regional:bool, shards=None)->list:
     return found
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp007
-def compiled(m, **kw):
-    "What calls module `m`, with its hooks, compiled with these options. The module stays as it is"
+def runner(**kw):
+    "A function of (module, inputs) that calls the module, with its hooks, compiled with these options"
     leave_uncompiled()
-    m.compile(**kw)
-    run = vars(m).pop(compiled_call)
+    def run(m, *args, **kwargs): return call_with_hooks(m, *args, **kwargs)
+    compiled = torch.compile(FunctionType(run.__code__.replace(co_name='compiled'), globals()), **kw)
     def call(*args, **kwargs):
-        with plain_calls(): return run(*args, **kwargs)
+        with plain_calls(): return compiled(*args, **kwargs)
     return call
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp009
@@ -46,7 +50,7 @@ class Compiled(Callback):
     "Runs the model compiled in batches of full size; `n_eager`: batches without, in a fit. See `compile`"
     order = Order.compiled
     of = None   # The model and its `Sharded`, to which the regions belong
-    regions = {} # From a module to what calls it compiled
+    regions = () # Its modules that run compiled in a batch of full size
     on = ()     # Modules that run compiled now
     rows = None # Samples in a batch of full size
     n_eager = 0
@@ -76,13 +80,13 @@ class Compiled(Callback):
         if self.of!=(model,shards):
             copied = isinstance(learn.model, nn.DataParallel)
             need(not copied, 'DataParallel copies the model at each step: use distrib_ctx')
-            self.regions = {m: compiled(m, **self.kw) for m in find_regions(model, self.regional, shards)}
-            self.of = model,shards
+            self.regions = find_regions(model, self.regional, shards)
+            self.of,self.runner = (model,shards),runner(**self.kw)
         hides_loss = learn.training and learn.loss_func is None and model in self.regions
         unseen = 'the model computes its loss, which is not seen in a graph'
         need(not hides_loss, f'{unseen}: regional=True')
         self.on = [m for m in self.regions if vars(m).get(compiled_call) is None]
-        for m in self.on: vars(m)[compiled_call] = self.regions[m]
+        for m in self.on: vars(m)[compiled_call] = partial(self.runner, m)
 
     def switch_off(self):
         "The model is what it was"

@@ -158,7 +158,6 @@ def mk_metrics(ms)->list:
         else: res.append(mk_metric(o))
     return res
 
-# %% ../../nbs/learner/02_metrics.ipynb #c013b
 def mk_metric(m)->Metric:
     """A `Metric` from a function, a class or an object. ValueError if `m` is none of these. m: a function of
     (prediction, *targets), a `Metric` or its class, or a torchmetrics object"""
