@@ -71,7 +71,6 @@ def _is_rows(b)->bool:
     sizes = {o.shape[0] if len(o.shape) else None for o in tree_leaves(b) if hasattr(o, 'shape')}
     return len(b)<2 or len(sizes)!=1 or None in sizes
 
-# %% ../../nbs/data/01_loaders.ipynb #c011
 def find_bs(b)->int:
     "The number of samples in a batch: the length of its first tensor, or of a list with one entry per sample"
     # the common case, called for every batch

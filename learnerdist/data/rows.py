@@ -99,9 +99,6 @@ def batch_leaves(b, n):
     for o in tree_leaves(b, is_leaf=partial(is_samples, n=n)):
         yield from batch_leaves(dict(o), n) if isinstance(o, Mapping) else [o]
 
-
-
-# %% ../../nbs/data/02_rows.ipynb #finddev1
 def find_device(b)->torch.device:
     "The device of the first tensor in a nested `b`; the CPU if there is none"
     if isinstance(b, Tensor): return b.device # the first leaf is found without a walk over the others

@@ -73,6 +73,7 @@ def _call_one(self, call, event):
     "By way of the trainer"
     trainer_of(self).call_event(event)
 
+# %% ../../nbs/fastai/04_learner.ipynb #c006b
 @in_context(Learner)
 def __exit__(self, leave, exc_type, *args):
     "After `validate` and `get_preds`. Other ranks do not hear of the end if an exception of this one has caused it"
@@ -139,7 +140,6 @@ def lr_find(self, find, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, sho
     distrib_barrier() # each rank's folder is gone
     return res
 
-# %% ../../nbs/fastai/04_learner.ipynb #c009
 @in_context(Learner, TabularLearner, LMLearner, names=['predict'])
 @in_context(Learner, names=['show_results','summary'])
 def _alone(self, f, *args, **kwargs):

@@ -133,15 +133,6 @@ def _reading(new, get_idxs, dealer):
     if draws or dealer.world_size>1 and dealer.unit=='row': _Items(new, dealer)
     return new
 
-# %% ../../nbs/fastai/00_loaders.ipynb #c007s2
-def in_one_order(dl, seed):
-    """A copy of `dl` that reads all of it, in an order that is the same on every rank; whether that is another one than
-    the data set's"""
-    dl = in_order(dl)
-    if _is_plain(dl) and not dl.shuffle: return dl,False
-    with shared_rng(seed): order = list(dl.get_idxs())
-    return dl.new(get_idxs=partial(list, order)),order!=sorted(order)
-
 # %% ../../nbs/fastai/00_loaders.ipynb #c008
 @reindexed.register
 def _(dl:DataLoader, dealer):
@@ -180,6 +171,15 @@ def _again(item, state):
 
 @in_order.register
 def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
+
+# %% ../../nbs/fastai/00_loaders.ipynb #c007s2
+def in_one_order(dl, seed):
+    """A copy of `dl` that reads all of it, in an order that is the same on every rank; whether that is another one than
+    the data set's"""
+    dl = in_order(dl)
+    if _is_plain(dl) and not dl.shuffle: return dl,False
+    with shared_rng(seed): order = list(dl.get_idxs())
+    return dl.new(get_idxs=partial(list, order)),order!=sorted(order)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #bybatch1
 def _joined(batches): return [*chain.from_iterable(batches)]

@@ -151,7 +151,6 @@ class ForwardModel:
         learn.items = self.end_trace().items(learn.loss_grad)
         self.observes = learn.items is not None
 
-# %% ../../nbs/fastai/02_trainer.ipynb #063eec04
 @mean_over.register
 def _(loss_func:BaseLoss): return mean_over(loss_func.func)
 
