@@ -85,6 +85,7 @@ def shared_memory()->str:
     if size.free < 64<<20: raise OSError(f'{at} has {size.free>>20} MiB free: {remedy}')
     return f'{size.free>>20} of {size.total>>20} MiB free'
 
+# %% ../nbs/04_command.ipynb #cmd10b
 def ports()->str:
     "Whether other processes reach this one: on this machine, and by its name, as other machines would"
     with socket.create_server(('', 0)) as server:
@@ -95,6 +96,7 @@ def ports()->str:
 def variables()->str:
     return ', '.join(f'{k}={v}' for k,v in sorted(os.environ.items()) if k.startswith(_prefixes)) or 'none'
 
+# %% ../nbs/04_command.ipynb #cmd10c
 def hello()->str:
     start = time.monotonic()
     found = call_on_ranks(_hello, 2, timeout_s=120)

@@ -50,7 +50,6 @@ class Traffic(TorchDispatchMode):
 
 _kinds = 'all-reduce','all-gather','reduce-scatter'
 
-# %% ../nbs/03_plan.ipynb #pln07
 class Size(NamedTuple):
     "Bytes on a rank"
     whole:int # with a replica of the model
@@ -79,7 +78,6 @@ def counted_hook(made):
 
 _sent = dict(shm=None, allreduce=None, fp16=torch.float16, bf16=torch.bfloat16)
 
-# %% ../nbs/03_plan.ipynb #pln11
 class Planned(BaseException): "Raised to end the script, with the `Plan`"
 
 class Planner(Callback):
@@ -154,7 +152,6 @@ def mb(n)->str:
     "Bytes, as a user reads them"
     return f'{n/1e6:,.3f} MB' if n<1e9 else f'{n/1e9:,.3f} GB'
 
-# %% ../nbs/03_plan.ipynb #pln13
 def planned(cb:Planner)->Plan:
     "The figures of a learner's fit, after a step"
     learn = cb.learn

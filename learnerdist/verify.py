@@ -208,6 +208,7 @@ class First(Callback):
         leaves = [getattr(o, 'shape', ()) for o in tree_leaves((*learn.xb,*learn.yb))]
         record.shapes.append([list(o[1:]) for o in leaves if o[:1]==(batch_rows(learn),)])
 
+# %% ../nbs/02_verify.ipynb #149a37cfb
 class Last(Callback):
     "Hears each event last: records what comes of a batch, a step and the fit, and ends it"
     order = Order.agreement_end-1
@@ -270,7 +271,6 @@ def number(o)->Tensor:
     "A recorded number; None is NaN"
     return torch.tensor(math.nan if o is None else float(o), dtype=torch.float64)
 
-# %% ../nbs/02_verify.ipynb #15a409c3
 def record_fit(folder:Path, how:dict, func, args):
     """Call a function, and write the record of its first fit that is in a `distrib_ctx`, which ends it. RuntimeError if
     there is no fit. how: further arguments of `Recording`"""

@@ -68,6 +68,7 @@ def failing_together(undo):
         section.remove(key)
         undo()
 
+# %% ../../nbs/distributed/04_failure.ipynb #c008b
 def _announce_exit(key):
     "For a rank 0 that still waits for this one"
     rank,store = own_rank(),shared_store()
@@ -97,6 +98,7 @@ def _first(e, key):
         return e if is_ours else first_failure(key, timeout_s=5) or e
     except dist.DistError as lost: return _cut_off(e, lost)
 
+# %% ../../nbs/distributed/04_failure.ipynb #c008c
 def _check_link():
     """DistNetworkError if the machine of the launch's store does not answer: requests to it would block for a quarter
     of an hour"""

@@ -36,6 +36,7 @@ def _fit(infos):
     specs = [tree_flatten(o['template'])[1] for o in infos if o['ks']]
     return all(o==specs[0] for o in specs)
 
+# %% ../../nbs/distributed/07_gather_rows.ipynb #c017c
 def row_places(ks:list, lens:list)->tuple:
     """The places of rows in the order of the batches, a `range` for each of each rank's batches; the rows of each batch
     over all ranks. `ks` and `lens` are the numbers of each rank's batches, and their rows. Rows of a batch that was

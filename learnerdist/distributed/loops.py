@@ -62,6 +62,7 @@ class Sum(Kind):
         return (loss+part.loss*(n_own-1))*(k/n_parts)
     def weight_of_second(self, part, copies, items): return copies
 
+# %% ../../nbs/distributed/09_loops.ipynb #9b0cdfb7b
 class Whole(Kind):
     "A loss that each rank computes from the rows of all"
     def weigh(self, loss, part, n_parts, k): return loss
@@ -163,6 +164,7 @@ def cancelled_loop(step:Step)->str:
     "The widest loop that this rank has cancelled in a step; None if it was a batch or less"
     return widest([o for o in step.cancelled if o in loops])
 
+# %% ../../nbs/distributed/09_loops.ipynb #eng19b
 def _finite(grad): return None if grad is None else grad.nan_to_num(0., 0., 0.)
 def _where(n, grad): return None if grad is None else grad.where(n!=0, 0.)
 

@@ -138,6 +138,7 @@ def _plain(hook):
         ddp.register_comm_hook(current_group(), both)
     return register
 
+# %% ../../nbs/distributed/09_replica.ipynb #c005b
 def _powersgd(ddp, links, parts=None):
     state = psgd.PowerSGDState(current_group(), start_powerSGD_iter=10)
     _plain(lambda group, bucket: _in_order(state, bucket))(ddp, links, parts)
@@ -166,6 +167,7 @@ def _shared(ddp, state, parts):
         return state.hook(bucket)
     ddp.register_comm_hook(state, both)
 
+# %% ../../nbs/distributed/09_replica.ipynb #shm01b
 def _by_default(ddp, links, parts=None):
     """Shared memory where it can be; a hook that DDP or a callback registers before the first forward pass has
     precedence. With parts, the sum of them in the order of the tree"""
@@ -185,7 +187,6 @@ def _ddps_own(ddp, links, parts=None):
     "Leave DDP without a hook; with parts, what it would do"
     if parts: _plain(default_hooks.allreduce_hook)(ddp, links, parts)
 
-# %% ../../nbs/distributed/09_replica.ipynb #c007
 _halves = {k: _plain(getattr(default_hooks, f'{k}_compress_hook')) for k in ('fp16','bf16')}
 comm_hooks = dict(shm=_shm, allreduce=_ddps_own, **_halves, powersgd=_powersgd)
 
@@ -256,7 +257,6 @@ def without_gradient(model)->list:
     idle = [k for k,p in named.items() if p.grad is None]
     return idle if len(idle)<len(named) else []
 
-# %% ../../nbs/distributed/09_replica.ipynb #avgr01
 def sum_grads(
     params, # The same on every rank
     k=1.    # By which this rank's gradients are multiplied: a number
@@ -317,7 +317,6 @@ def _leaving_out(model, aside):
         if old is not None: setattr(model, name, old)
         elif names: delattr(model, name)
 
-# %% ../../nbs/distributed/09_replica.ipynb #7565e5ad
 _is_trained = attrgetter('requires_grad')
 _params = itemgetter('params')
 

@@ -223,7 +223,6 @@ def make_mesh(device, replicas):
     shape = replicas,group_size()//replicas
     with noting_loops(): return init_device_mesh(device.type, shape, mesh_dim_names=('replica','shard'))
 
-# %% ../../nbs/distributed/09_sharded.ipynb #h6f6150a
 @contextmanager
 def any_group(timeout_s=10):
     "Context with a group of all ranks: the open one, or a fresh one after a failure. Yields whether there is one"

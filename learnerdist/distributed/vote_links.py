@@ -50,7 +50,6 @@ _size = 16 # Bytes of a row: its phase, and up to 15 more
 class RanksDiverged(RuntimeError):
     "Ranks exchange something in different phases of their code, as when rank 0 alone calls `validate`"
 
-# %% ../../nbs/distributed/00_vote_links.ipynb #c007
 class Links:
     "This rank's connections to the others; subclasses implement `send` and `receive`"
     def __init__(self, rank, world_size, timeout_s:float=1800):
@@ -231,6 +230,7 @@ def _answer(server):
     s = server.accept()[0]
     return int.from_bytes(s.recv(4), 'big'),s
 
+# %% ../../nbs/distributed/00_vote_links.ipynb #c021b
 def _connect(timeout_s):
     "`SocketLinks`, or None if a rank cannot connect. Sync point"
     links = SocketLinks(group_rank(), group_size(), timeout_s)
@@ -244,7 +244,6 @@ def _connect(timeout_s):
             return links
     links.close()
 
-# %% ../../nbs/distributed/00_vote_links.ipynb #c022
 class GlooLinks(Links):
     "Connections by gloo's send and receive, for ranks on several machines. Sync point: all ranks construct it"
     def __init__(self, timeout_s):
@@ -266,7 +265,6 @@ class GlooLinks(Links):
 
 _tags = itertools.count(1)
 
-# %% ../../nbs/distributed/00_vote_links.ipynb #c024
 @contextmanager
 def open_links(timeout_s:float=1800):
     """`Links` between all ranks of the open group for the length of the body; None with one process. An absent rank is
@@ -322,6 +320,7 @@ class Outcome(NamedTuple):
     asked:bool    # Whether a rank asks
     all_ask:bool  # Whether all ranks ask, in the same phase: what they cancel is skipped
 
+# %% ../../nbs/distributed/00_vote_links.ipynb #vt07b
 def outcome(rows:list)->Outcome:
     "The outcome of the messages of all ranks"
     items,scope,counts,changed,more,save,stop,asks = zip(*map(_row.unpack, rows))
