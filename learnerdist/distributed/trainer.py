@@ -196,19 +196,6 @@ def detach(learn):
     for cb in trainers: cb.engine.close()
     return learn
 
-@patch
-@delegates(DistributedTrainer.__init__)
-def to_distributed(self:Learner, sync_bn:bool=True, **kw)->Learner:
-    "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
-    check_plain(self)
-    return attach(self, DistributedTrainer(sync_bn, **kw))
-
-@patch
-def detach_distributed(self:Learner)->Learner:
-    """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is
-    closed if we opened it"""
-    return detach(self)
-
 # %% ../../nbs/distributed/10_trainer.ipynb #c020b
 @patch
 @delegates(DistributedTrainer.__init__)
