@@ -1,6 +1,4 @@
 "fastai's own Learner, distributed: `from learnerdist.fastai import *` in place of `from fastai.distributed import *`"
-# ruff: noqa: F401
-from types import ModuleType as _ModuleType
 from learnerdist.checkpoint.checkpoint import Checkpoint,Preempted
 from learnerdist.core.collectives import all_mean,all_sum,broadcast_object,distrib_barrier,gather_objects
 from learnerdist.core.rank0 import rank0_first
@@ -17,7 +15,10 @@ from learnerdist.fastai.trainer import DistributedTrainer
 from learnerdist.learner.techniques import EMA
 from learnerdist.learner.trackers import MLflowLogger,TensorBoardLogger,WandbLogger
 
-__all__ = [k for k,o in globals().items() if not k.startswith('_') and not isinstance(o, _ModuleType)]
+__all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first',
+           'rank_distrib','num_distrib','distrib_barrier','all_sum','all_mean','gather_objects','broadcast_object',
+           'gather_with_grad','average_grads','sync_batchnorm','Checkpoint','Preempted',
+           'load_learner','EMA','Timer','WandbLogger','MLflowLogger','TensorBoardLogger']
 
 import fastai.learner as _learner
 import learnerdist.core.docstrings as _docstrings

@@ -315,27 +315,6 @@ class Learner:
         """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is
         closed if we opened it"""
 
-    def to_distributed(self, sync_bn: bool=True, *, device: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw) -> Learner:
-        """Train, evaluate and predict on all ranks from now on, until `detach_distributed`
-
-        sync_bn: BatchNorm over the global batch
-        device: This process's accelerator, an index or 'cuda:1'; None: by local rank, or the CPU. `cuda_id`: its old name
-        split_batches: The training loader's batch size is the global one, as global_bs says it
-        seed: Of shuffling; None: drawn from torch's generator on rank 0
-        check_every: Compare the ranks' weights every so many steps of an epoch, and raise where they differ; None: at its end
-        checks: What a finding of the self-check or the comparison becomes: 'warn', 'error', or False: none
-        comm_hook: How gradients travel: a name in `comm_hooks`, or as in `register_comm_hook`; None: 'shm' where it can be
-        shard: True, or a dict of `ShardOptions`: a part of the model on each rank, by FSDP2
-        sample_seeds: Seed what is drawn for a sample by (seed, epoch, index), so that it is the same at any number of ranks
-        timeout_s: Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
-        global_bs: Samples in a step of all ranks together, whatever their number; None: the loader's batch size on each rank
-        max_bs: Samples of a part of a step, at most. With `global_bs` a power of two times as many, the run has the same bits on 1, 2, 4, … ranks. 'auto': as many as fit in memory
-        ddp_kw: and DDP's: bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph, broadcast_buffers, mixed_precision"""
-
-    def detach_distributed(self) -> Learner:
-        """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is
-        closed if we opened it"""
-
     @contextmanager
     def distrib_ctx(self, sync_bn: bool=True, *, device: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw):
         """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an

@@ -311,8 +311,8 @@ def Lookahead(
     k:int=10,            # Number of steps between two moves of the slow weights
     alpha:float=.5       # Fraction of the way, above 0 and up to 1; 1: no effect
 )->Optimizer:            # `optimizer`, whose state has the slow weights, too
-    """From now on `optimizer` sets the weights back to the fraction `alpha` of the way after every `k` steps (Zhang et al.,
-    2019, arXiv:1907.08610). ValueError for a bad `k` or `alpha`"""
+    """From now on `optimizer` sets the weights back to the fraction `alpha` of the way after every `k` steps (Zhang et
+    al., 2019, arXiv:1907.08610). ValueError for a bad `k` or `alpha`"""
     need(k>=1, 'give at least one step', k=k)
     need(0<alpha<=1, 'give a part above 0 and up to 1', alpha=alpha)
     optimizer.param_groups[0].setdefault('n_steps', 0)
