@@ -21,21 +21,27 @@ from ..learner.learner import Learner,get_model
 def check_device_ids(device_ids, n:int)->list:
     """The GPUs that were asked for, in any form that torch knows, as ints; ValueError unless each of them is among the
     `n` visible ones and named once. Without any GPU, visibility is not checked"""
-    ids = [o if isinstance(o, int) else torch.device(o).index for o in listify(device_ids)]
-    bad = [o for o in ids if o is None or not 0<=o<n] if n else []
-    need(not bad, f'device_ids={device_ids} names {bad}, but {n} GPUs are visible')
-    need(len({*ids})==len(ids), f'device_ids={device_ids} names a GPU twice')
+    ids = []
+    for o in listify(device_ids):
+        if not isinstance(o, int): o = torch.device(o).index
+        need(not n or o in range(n), f'device_ids={device_ids} names [{o}], but {n} GPUs are visible')
+        need(o not in ids, f'device_ids={device_ids} names a GPU twice')
+        ids.append(o)
     return ids
 
 def parallel_ids(device_ids, device:torch.device, n:int)->list:
     """The GPUs to train on of `n`, the learner's own (`device`) first; an empty list instead of a single one, since a
     wrapper around one copy only costs time"""
-    ids = check_device_ids(range(n) if device_ids is None else device_ids, n)
-    if device.type=='cpu' and device_ids is None or n<2: return []
+    if device_ids is None and device.type=='cpu': return []
+    if device_ids is None: device_ids = range(n)
+    ids = check_device_ids(device_ids, n)
+    if n<2: return []
     own = device.index
     if own is None and device.type!='cpu': own = torch.accelerator.current_device_index()
     need(own in ids, f'device_ids={device_ids} lacks {device}, where the learner is: name it')
-    return [own]+[o for o in ids if o!=own] if len(ids)>1 else []
+    ids.remove(own)
+    if ids: ids.insert(0, own)
+    return ids
 
 # %% ../../nbs/distributed/05_data_parallel.ipynb #c012
 class ParallelTrainer(Callback):

@@ -309,7 +309,9 @@ def probe_loss(learn):
     tol = tolerance(learn.loss, *[learn.pred]*isinstance(learn.pred, Tensor))
     with untouched(learn.loss_func):
         try: return follows(look(0, n), [look(0, n//2),look(n//2, n)], tol)
-        except Exception: return 'other' if vars(learn).get('items') is None else 'items' # such as the loss of a model
+        except Exception: # such as the loss of a model
+            if vars(learn).get('items') is None: return 'other'
+            return 'items'
 
 def loss_kind(learn)->str:
     """The reduction of the loss, see `MeanOver`. In one process an unknown loss is probed; several ranks have already

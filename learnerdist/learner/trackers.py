@@ -97,7 +97,8 @@ class TensorBoardLogger(RunLogger):
     ): self.log_dir = log_dir
 
     def open(self):
-        self.writer = _installed('torch.utils.tensorboard').SummaryWriter(str(Path(self.path)/self.log_dir))
+        package = _installed('torch.utils.tensorboard')
+        self.writer = package.SummaryWriter(str(Path(self.path)/self.log_dir))
     def write(self, rows):
         for group,n,values in rows:
             for k,v in values.items(): self.writer.add_scalar(f'{group}/{k}', v, n)
