@@ -303,6 +303,7 @@ class SaveModelCallback(TrackerCallback):
     def __init__(self,
         monitor='valid_loss', comp=None, min_delta=0., # As in `TrackerCallback`
         fname='model',     # File name as in `Learner.save`
+        *,
         with_opt=False,    # Also save the optimizer's state
         reset_on_fit=True, # As in `TrackerCallback`
         keep:int=1         # Number of best models to keep; if more than 1, their files are `{fname}_{epoch}`
