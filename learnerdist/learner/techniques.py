@@ -341,7 +341,6 @@ class EMA(Callback):
     """An exponential moving average of the weights over the optimizer's steps, the same on all ranks: `weights`, by
     name. `with learn.ema.apply():` puts it into the model"""
     order = Order.average
-    fit_state = 'weights', # of a sharded model this rank's parts
     def __init__(self,
         decay:float=.999,   # Part of the average that stays at each step
         evaluate:bool=False # Validate and predict with the average, in a fit and after it
@@ -354,6 +353,14 @@ class EMA(Callback):
         self._applied = False
         self.before = [] # Whether the model had the average before each evaluation that is running
         self.skipped = False # Whether the step of this batch was cancelled
+
+    def state_dict(self)->dict:
+        "The average; of a sharded model this rank's parts"
+        return dict(self.weights)
+    def load_state_dict(self, state:dict):
+        "Load a result of `state_dict`"
+        self.weights = dict(state)
+        if self.learn is not None: self._follow()
 
     @property
     def applied(self)->bool:
