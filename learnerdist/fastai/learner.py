@@ -16,6 +16,7 @@ import torch
 from fastai import learner as fastai_learner
 from fastai.callback import core as fastai_core,progress as fastai_progress,tracker
 from fastai.callback.core import Callback
+from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.callback.training import GradientClip
 from fastai.data.load import DataLoader
 from fastai.learner import Learner,noop

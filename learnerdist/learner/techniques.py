@@ -48,10 +48,6 @@ def scale_grads(opt, k):
     else:
         for g in grads: g.mul_(k)
 
-def _as_float32(o):
-    half = isinstance(o, torch.Tensor) and o.dtype in _dtypes.values()
-    return o.float() if half else o
-
 # %% ../../nbs/learner/06_techniques.ipynb #c008
 _dtypes = dict(fp16=torch.float16, bf16=torch.bfloat16)
 
@@ -60,6 +56,10 @@ def half_type(device:torch.device)->torch.dtype:
     asked = getattr(torch.get_device_module(device), 'is_bf16_supported', lambda: True)
     # cuda says yes for GPUs that emulate it slowly, unless it is told to leave them out
     return torch.bfloat16 if asked(*[False]*len(signature(asked).parameters)) else torch.float16
+
+def _as_float32(o):
+    half = isinstance(o, torch.Tensor) and o.dtype in _dtypes.values()
+    return o.float() if half else o
 
 # %% ../../nbs/learner/06_techniques.ipynb #c008b
 class MixedPrecision(Callback):
