@@ -50,6 +50,7 @@ class Traffic(TorchDispatchMode):
 
 _kinds = 'all-reduce','all-gather','reduce-scatter'
 
+# %% ../nbs/03_plan.ipynb #pln07
 class Size(NamedTuple):
     "Bytes on a rank"
     whole:int # with a replica of the model
@@ -78,6 +79,7 @@ def counted_hook(made):
 
 _sent = dict(shm=None, allreduce=None, fp16=torch.float16, bf16=torch.bfloat16)
 
+# %% ../nbs/03_plan.ipynb #pln11
 class Planned(BaseException): "Raised to end the script, with the `Plan`"
 
 class Planner(Callback):
@@ -85,9 +87,9 @@ class Planner(Callback):
     order = Order.resume-1
     n_steps = 3 # After the second one nothing is arranged any more
     def __init__(self, engine):
-        opts,self.steps = engine.opts,0
+        self.steps = 0
         engine.findings.mode = False # the self-check would evaluate samples of all ranks
-        opts.comm_hook = counted_hook(opts.comm_hook)
+        engine.opts.comm_hook = counted_hook(engine.opts.comm_hook)
 
     def before_fit(self):
         # in the fake group nothing is gathered when the context ends
@@ -111,7 +113,8 @@ class Planner(Callback):
         self.batches += not self.learn.runner.loop.more_parts
         if not self.stepped: return
         self.traffic.__exit__(None, None, None)
-        self.steps,self.plan = self.steps+1,planned(self)
+        self.steps += 1
+        self.plan = Plan(self)
         if self.steps==self.n_steps: raise Planned(self.plan)
         self.before_train()
     def after_train(self):
@@ -122,56 +125,44 @@ _names = 'progress tensorboard wandb neptune comet captum azureml'.split()
 _writers = {f'fastai.callback.{o}' for o in _names}
 
 # %% ../nbs/03_plan.ipynb #pln12
-class Plan(NamedTuple):
-    "The figures of one rank"
-    ranks:int
-    samples:int  # Of a step, on this rank
-    batches:int  # Of a step
-    n_total:int  # Samples of the training data; None: not known
-    steps:int    # Of an epoch; None: not known
-    memory:dict  # By use: `Size`
-    calls:dict   # Collectives of a step, by kind
-    n_bytes:dict # By kind
-    files:dict   # Of a checkpoint: bytes, by name
+class Plan:
+    "The figures of one rank, after a step of its fit"
+    def __init__(self, cb:Planner):
+        learn,engine = cb.learn,cb.learn.runner
+        W = self.ranks = dist.get_world_size()
+        self.samples,self.batches = cb.rows,cb.batches                       # Of a step, on this rank
+        self.calls,self.n_bytes = cb.traffic.calls,cb.traffic.n_bytes        # Of collectives of a step, by kind
+        n_batches = data_len(learn.dl)
+        self.steps = n_batches and -(-n_batches//cb.batches)                 # Of an epoch; None: not known
+        self.n_total = getattr(learn.dl, 'n_total', None)                    # Samples of the training data
+        model = get_model(learn.model)
+        like = a_part(model)
+        n = W if like is None else shard_position(like)[1] # ranks that share the model, or would
+        opt = tree_leaves(learn.opt.state_dict())
+        self.memory = dict(weights=size_of(engine.all_params(), n), buffers=size_of(model.buffers(), 1))
+        self.memory |= dict(gradients=size_of(cb.grads, n), optimizer=size_of(opt, n))
+        weights,buffers,grads,state = [o.whole for o in self.memory.values()]
+        if not engine.opts.ddp_kw.get('gradient_as_bucket_view'): self.memory["DDP's copy"] = Size(grads, 0)
+        # of a checkpoint, in bytes
+        self.files = {'model.pt': weights+buffers, 'state.pt': state}
+        if like is not None: self.files = {'model.pt': buffers, f'rows_0 … rows_{n-1}.pt': weights+state}
 
     def __str__(self):
-        W = self.ranks
-        n = self.samples
-        total = self.n_total
-        step = f'{n:,} in a step, {n*W:,} on all ranks; {self.batches} batches a step'
-        rows = [('samples',step)]
+        step = self.samples*self.ranks
+        rows = [('samples',f'{self.samples:,} in a step, {step:,} on all ranks; {self.batches} batches a step')]
         if self.steps: rows.append(('',f'{self.steps:,} steps an epoch'))
-        if total and total%(n*W): rows.append(('',f'of {total:,}, the last step has {total%(n*W):,}'))
-        memory = self.memory|{'in all': Size(*map(sum, zip(*self.memory.values())))}
-        for k,(own,part) in memory.items(): rows.append((k,f'{mb(own):>12} replicated {mb(part):>12} sharded'))
-        for k,size in self.n_bytes.items(): rows.append(('a step',f'{k} of {mb(size)} in {self.calls[k]} calls'))
-        for k,size in self.files.items(): rows.append(('checkpoint',f'{k} {mb(size)}'))
-        return '\n'.join([f'rank 0 of {W}',*[f'{k:12}{o}' for k,o in rows]])
+        rest = (self.n_total or 0)%step
+        if rest: rows.append(('',f'of {self.n_total:,}, the last step has {rest:,}'))
+        whole,part = map(sum, zip(*self.memory.values()))
+        for k,o in [*self.memory.items(),('in all',Size(whole, part))]:
+            rows.append((k,f'{mb(o.whole):>12} replicated {mb(o.part):>12} sharded'))
+        for k,n in self.n_bytes.items(): rows.append(('a step',f'{k} of {mb(n)} in {self.calls[k]} calls'))
+        for k,n in self.files.items(): rows.append(('checkpoint',f'{k} {mb(n)}'))
+        return '\n'.join([f'rank 0 of {self.ranks}', *[f'{k:12}{o}' for k,o in rows]])
 
 def mb(n)->str:
     "Bytes, as a user reads them"
     return f'{n/1e6:,.3f} MB' if n<1e9 else f'{n/1e9:,.3f} GB'
-
-def planned(cb:Planner)->Plan:
-    "The figures of a learner's fit, after a step"
-    learn = cb.learn
-    engine = cb.learn.runner
-    W = dist.get_world_size()
-    model = get_model(learn.model)
-    opt = tree_leaves(learn.opt.state_dict())
-    like = a_part(model)
-    n = shard_position(like)[1] if like is not None else W # ranks that share the model, or would
-    memory = dict(weights=size_of(engine.all_params(), n), buffers=size_of(model.buffers(), 1))
-    memory |= dict(gradients=size_of(cb.grads, n), optimizer=size_of(opt, n))
-    weights,buffers,grads,opt = [o.whole for o in memory.values()]
-    if not engine.opts.ddp_kw.get('gradient_as_bucket_view'): memory["DDP's copy"] = Size(grads, 0)
-    files = {'model.pt': weights+buffers, 'state.pt': opt}
-    if like is not None: files = {'model.pt': buffers, f'rows_0 … rows_{n-1}.pt': weights+opt}
-    steps = data_len(learn.dl)
-    steps = steps and -(-steps//cb.batches)
-    total = getattr(learn.dl, 'n_total', None)
-    sent = cb.traffic.calls,cb.traffic.n_bytes
-    return Plan(W, cb.rows, cb.batches, total, steps, memory, *sent, files)
 
 # %% ../nbs/03_plan.ipynb #pln14
 def plan(
@@ -194,8 +185,7 @@ def main(args:list|None=None)->int:
     "The command line `python -m learnerdist.plan`. args: of the process, if None are given; returns: exit status"
     p = argparse.ArgumentParser('learnerdist.plan', description=plan.__doc__, allow_abbrev=False)
     p.add_argument('ranks', type=int)
-    how = 'script.py, or -m module; its arguments'
-    p.add_argument('target', nargs=argparse.REMAINDER, help=how)
+    p.add_argument('target', nargs=argparse.REMAINDER, help='script.py, or -m module; its arguments')
     o = p.parse_args(args)
     print(plan(run_target, o.ranks, o.target))
     return 0

@@ -267,8 +267,7 @@ def test_a_rank_begins_where_there_is_no_room(tmp_path, monkeypatch):
     def full(*args): raise OSError(errno.ENOSPC, 'No space left on device')
     with own_folder() as path: assert str(path.parent)==(memory() or tempfile.gettempdir())
     monkeypatch.setattr(forkserver, 'report_folder', lambda: tmp_path)
-    monkeypatch.setattr(forkserver, 'answer_asks', full)
-    monkeypatch.setattr(forkserver, 'catch_crashes', lambda *args: None)
+    monkeypatch.setattr(forkserver, 'leave_stacks', full)
     forkserver.begin_rank(0)
 
 @pytest.mark.skipif(not hasattr(socket, 'TCP_USER_TIMEOUT'), reason='Linux')

@@ -127,7 +127,7 @@ def backend_for(gpus:list, device:torch.device)->str:
     raise ValueError(f'{len(gpus)} ranks have {n}: start one rank for each')
 
 # %% ../../nbs/core/01_env.ipynb #c017
-stores = {}  # The key-value store of this launch, once connected
+stores = {} # 'launch': the key-value store of this launch, once connected; 'plan': in a `planned_group`
 
 def shared_store(timeout_s=300):
     """The store that all ranks of this launch, or of a group that the script has opened, share while they live; None in
@@ -149,20 +149,18 @@ def after(seconds:float, func, *args):
 def _connect(timeout_s):
     "`connect_store` of this rank; it prints on stderr after 5 s that it waits"
     read_launcher()
-    rank = f'rank {rank_distrib()}'
-    is_host = rank_distrib()==0
+    me = rank_distrib()
     at = ':'.join(os.environ.get(k, '') for k in ('MASTER_ADDR','MASTER_PORT'))
-    late = f'{rank} waits for rank 0 to listen at {at} (MASTER_ADDR, MASTER_PORT)'
+    late = f'rank {me} waits for rank 0 to listen at {at} (MASTER_ADDR, MASTER_PORT)'
     why = 'cannot reach rank 0:'
-    if is_host:
+    if me==0:
         late = f'rank 0 cannot reach itself at {at}: is MASTER_ADDR an address of this machine?'
         why = 'cannot listen: is there another rank 0, or is the port taken?'
     try:
-        with after(5, lambda: print(late, file=sys.stderr, flush=True)):
-            return connect_store(os.environ, timeout_s, is_host)
+        with after(5, lambda: print(late, file=sys.stderr, flush=True)): return connect_store(os.environ, timeout_s, me==0)
     except dist.DistNetworkError as e:
         at += f' ({str(e).splitlines()[0]})'
-        raise dist.DistNetworkError(f'{rank} {why} MASTER_ADDR:MASTER_PORT={at}') from e
+        raise dist.DistNetworkError(f'rank {me} {why} MASTER_ADDR:MASTER_PORT={at}') from e
 
 # %% ../../nbs/core/01_env.ipynb #c019
 def connect_store(env, timeout_s=300, hosts=False):
@@ -180,6 +178,11 @@ def connect_store(env, timeout_s=300, hosts=False):
         store = dist.TCPStore(*place, hosts and not is_agents, **kw)
     attempt = is_agents and env.get('TORCHELASTIC_RESTART_COUNT') or 0
     return dist.PrefixStore(f'learnerdist/{attempt}', store)
+
+def try_address(env):
+    """OSError if nobody listens at the address of a launch's store, or its machine is gone: c10d would try for long.
+    env: as of `connect_store`"""
+    socket.create_connection((env['MASTER_ADDR'], int(env['MASTER_PORT'])), 3).close()
 
 # %% ../../nbs/core/01_env.ipynb #left01
 class RankError(RuntimeError):
@@ -248,7 +251,7 @@ def wait_keys(store, keys:dict, timeout_s, what='', unless=None)->list:
     keys: from each rank to the key that it will set; timeout_s: seconds to wait; what: what the ranks are to do,
     such as 'to load a.pth': printed on stderr after 5 seconds; unless: a key that ends the waiting, once it is set;
     returns: the values, in the order of `keys`; None after `timeout_s` seconds, or because of `unless`"""
-    if _plan and 0 in keys: keys = dict.fromkeys(keys, keys[0])
+    if 'plan' in stores and 0 in keys: keys = dict.fromkeys(keys, keys[0])
     start = time.monotonic()
     ended = False
     while not store.check([*keys.values()]):
@@ -257,15 +260,13 @@ def wait_keys(store, keys:dict, timeout_s, what='', unless=None)->list:
         # the keys may have been set just before it: look again
         ended = unless is not None and store.check([unless])
         if waited>.1: _check_on(store, keys)
-        if waited>5: what = what and _print_waiting(store, keys, what)
+        if waited>5 and what:
+            absent = [r for r in keys if not store.check([keys[r]])]
+            names = ', '.join(map(str, absent))
+            if absent: _print_once(store, f'said/{keys[absent[0]]}', f'rank {names} {what}')
+            what = ''
         time.sleep(min(.5, .002+waited/10))
     return [o.decode() for o in store.multi_get([*keys.values()])]
-
-def _print_waiting(store, keys, what):
-    "Print on one of the waiting ranks what they wait for"
-    absent = [r for r,k in keys.items() if not store.check([k])]
-    if absent: _print_once(store, f'said/{keys[absent[0]]}', f'rank {", ".join(map(str, absent))} {what}')
-    return ''
 
 def _print_once(store, key, what):
     "Print on stderr, on the first rank that comes to it, what this rank waits for"
@@ -425,8 +426,6 @@ def teardown_distrib():
     if in_group(): destroy_group()
 
 # %% ../../nbs/core/01_env.ipynb #c021b
-_plan = [] # Not empty in a `planned_group`
-
 @contextmanager
 def planned_group(world_size:int):
     """Context with torch's fake group of so many ranks, in which this process is rank 0, and the others copy what it
@@ -439,13 +438,11 @@ def planned_group(world_size:int):
         try:
             dist.init_process_group('fake', store=store, rank=0, world_size=world_size)
             new_launch()
-            stores['launch'] = dist.HashStore()
-            _plan.append(world_size)
+            stores.update(launch=dist.HashStore(), plan=True)
             yield
         finally:
             close_group()
             teardown_distrib()
-            _plan.clear()
             new_launch()
 
 # %% ../../nbs/core/01_env.ipynb #close1

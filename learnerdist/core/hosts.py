@@ -9,39 +9,27 @@ __all__ = []
 import os,re,socket,zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from .stacks import need
 
 # %% ../../nbs/core/00_hosts.ipynb #c005
-class Task(NamedTuple):
-    "One of the processes that srun started"
-    rank:int       # Among all tasks
-    n_tasks:int
-    local_rank:int # Among the tasks of this node
-    local_size:int # Tasks on this node
-    node:int       # This node's number
-    n_nodes:int
-    addr:str       # Host name of the first node
-    port:int       # For the rendezvous: the same in all tasks of a job, different in other jobs
-    id:str         # The numbers of the job and its step
-
-def find_task(env=os.environ)->Task:
-    """This process's task in srun; None if it was not started by srun, or is the only task. ValueError for numbers
-    that contradict"""
-    if not _in_step(env): return None
+def slurm_env(env=os.environ)->dict:
+    """What srun says of this process, under torchrun's names. ValueError for numbers that contradict. returns: RANK,
+    WORLD_SIZE and so on; empty if srun has not started it, or no other task"""
+    if not _in_step(env): return {}
     n = _number(env, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS')
     n_nodes = _number(env, 'SLURM_STEP_NUM_NODES', 'SLURM_NNODES')
-    if n < 2: return None
+    if n < 2: return {}
     rank,local,node = (_number(env, k) for k in ('SLURM_PROCID','SLURM_LOCALID','SLURM_NODEID'))
     need(rank < n, f'SLURM_PROCID={rank}, but SLURM_NTASKS={n}: a task is numbered from 0')
     need(n >= n_nodes, f'SLURM_NTASKS={n} and SLURM_NNODES={n_nodes}: start a task on each node')
-    job,step = (env.get(k, 0) for k in ('SLURM_JOB_ID','SLURM_STEP_ID'))
+    job,step = (int(env.get(k, 0)) for k in ('SLURM_JOB_ID','SLURM_STEP_ID'))
     # below the range of ports that systems assign by themselves
-    port = 15000 + (31*int(job)+int(step))%10000
-    if env.get('MASTER_PORT'): port = _number(env, 'MASTER_PORT')
-    here = rank,n,local,_tasks_here(env, node, n, n_nodes)
-    return Task(*here, node, n_nodes, _first_addr(env, n_nodes), port, f'{job}.{step}')
+    port = env.get('MASTER_PORT') or 15000 + (31*job+step)%10000
+    res = dict(RANK=rank, WORLD_SIZE=n, LOCAL_RANK=local, LOCAL_WORLD_SIZE=-(-n//n_nodes))
+    res |= dict(GROUP_RANK=node, GROUP_WORLD_SIZE=n_nodes)
+    res |= dict(MASTER_ADDR=_first_addr(env, n_nodes), MASTER_PORT=port)
+    return {k: str(v) for k,v in res.items()}
 
 def _in_step(env):
     if 'SLURM_PROCID' not in env: return False
@@ -70,28 +58,11 @@ def _first_addr(env, n_nodes):
 
 def _first(env, *names): return next((env[k] for k in names if env.get(k)), '')
 
-def _tasks_here(env, node, n, n_nodes):
-    "From '2(x3),1': 2 tasks on each of three nodes, 1 on the fourth"
-    text = _first(env, 'SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE')
-    counts = []
-    for k,times in re.findall(r'(\d+)(?:\(x(\d+)\))?', text): counts += [int(k)]*int(times or 1)
-    if node < len(counts): return counts[node]
-    return int(env.get('SLURM_NTASKS_PER_NODE') or -(-n//n_nodes))
-
 # %% ../../nbs/core/00_hosts.ipynb #c012
 def check_slurm(name:str, given, meant, slurm:str):
     "ValueError if the value of a variable or an option differs from Slurm's. given: None or '' if not set"
     both = f'{name}={given} and {slurm}={meant} differ'
     need(given in (None,'',str(meant)), f'{both}: leave {name} to Slurm, or start without srun')
-
-def rank_env(task:Task, env=os.environ)->dict:
-    "The environment variables of a task that is a rank. returns: RANK, WORLD_SIZE and so on"
-    res = dict(RANK=task.rank, WORLD_SIZE=task.n_tasks, LOCAL_RANK=task.local_rank)
-    res |= dict(LOCAL_WORLD_SIZE=task.local_size, GROUP_RANK=task.node)
-    res |= dict(MASTER_ADDR=task.addr, MASTER_PORT=task.port)
-    slurms = dict(WORLD_SIZE='SLURM_NTASKS', LOCAL_RANK='SLURM_LOCALID')
-    for k,slurm in slurms.items(): check_slurm(k, env.get(k), res[k], slurm)
-    return {k: str(v) for k,v in res.items()}
 
 # %% ../../nbs/core/00_hosts.ipynb #nw06
 def loopback()->str:
@@ -116,8 +87,10 @@ def foreign_rank(env=os.environ)->dict:
     given = (o for o in map(str.split, _mpi) if env.get(o[0]))
     found = next((o for o in given if not (_in_step(env) and _is_sruns(env, *o[:2]))), None)
     if found is None:
-        task = find_task(env)
-        return rank_env(task, env) if task else {}
+        res = slurm_env(env)
+        for k,slurm in dict(WORLD_SIZE='SLURM_NTASKS', LOCAL_RANK='SLURM_LOCALID').items():
+            if res: check_slurm(k, env.get(k), res[k], slurm)
+        return res
     rank,size = found[:2]
     text = f'{rank}={env[rank]}'
     need(env.get(size), f'{text}, but {size} is not set: set RANK and WORLD_SIZE, or use torchrun')

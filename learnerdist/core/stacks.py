@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/core/00_stacks.ipynb #c002
-import atexit,faulthandler,inspect,linecache,os,re,signal,sys,sysconfig,time,traceback,warnings
+import atexit,faulthandler,inspect,linecache,os,re,signal,sys,sysconfig,traceback,warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -103,72 +103,49 @@ def report_folder():
     file = os.environ.get('TORCHELASTIC_ERROR_FILE')
     return Path(file).parent if file else None
 
-state_file = 'state.txt' # Of a rank's reports: where the newest state of the run is
+# Of a launch: where the newest state of the run is; of a rank: what `leave_stacks` writes
+state_file,stack_file = 'state.txt','stack.txt'
 
 def note_state(where):
     "Leave for the launcher where the newest state of this run is, which it prints after a signal or a failure"
-    if folder := report_folder():
-        with suppress(OSError): (folder/state_file).write_text(str(where))
+    if folder := report_folder(): # of this rank, in that of an attempt, in that of a launch
+        with suppress(OSError): (folder.parent.parent/state_file).write_text(str(where))
 
 # %% ../../nbs/core/00_stacks.ipynb #c009b
 # Exit status of a rank that saved its state and should be started again: EX_TEMPFAIL of sysexits.h
 preempted_status = 75
 
 # %% ../../nbs/core/00_stacks.ipynb #c009c
-def catch_crashes(file:Path):
-    "Write the Python stack of this process to `file` if the process crashes. file: is made, empty"
-    faulthandler.enable(open(file, 'w'))
+# not SIGUSR1, with which Slurm users ask for a requeue; None on Windows
+ask = signal.SIGRTMIN+7 if hasattr(signal, 'SIGRTMIN') else getattr(signal, 'SIGUSR2', None)
 
 absence = 'a rank did not come' # Stands in the message of a rank that has waited in vain
 
-def read_crash(file:Path)->tuple:
-    """Read what `catch_crashes` wrote. file: the file that `catch_crashes` was given; returns: the kind of crash (None
-    if there was none), and the frames of the thread that crashed"""
-    text = file.read_text() if file.exists() else ''
-    what,_,rest = text.partition('Fatal Python error: ')[2].partition('\n')
-    thread = (re.search(r'Current thread .*?(?=\n\n|\Z)', rest, re.S) or [''])[0]
-    return what or None,frames_of(thread)
-
-# %% ../../nbs/core/00_stacks.ipynb #c012
-# not SIGUSR1, with which Slurm users ask for a requeue; None on Windows
-ask = signal.SIGRTMIN+7 if hasattr(signal, 'SIGRTMIN') else getattr(signal, 'SIGUSR2', None)
-_head = 'Stack (most recent call first):'
-
-def answer_asks(file:Path):
-    "Let this process write its stack to `file` whenever its launcher asks for it by `stack_of`. file: is made, empty"
+def leave_stacks(file:Path):
+    "Write the Python stack of this process to `file` if it crashes, and at each `ask_stack`. file: is made, empty"
     f = open(file, 'w')
+    faulthandler.enable(f)
     if ask: faulthandler.register(ask, f, all_threads=False)
 
-def stack_of(pid:int, file:Path, timeout_s=10)->str:
-    """The present Python stack of a child's main thread. pid: its process id; file: that of its `answer_asks`;
-    timeout_s: seconds to wait for its answer; returns: the text that `faulthandler` wrote; None if it has ended or does
-    not answer"""
-    if not file.exists(): return None
-    before = file.read_text().count(_head)
-    # signals of one kind are handled one after the other: when the second answer begins, the first is complete
-    for i in (1,2):
-        start = time.monotonic()
-        n_asked = 0
-        while file.read_text().count(_head) < before+i:
-            waited = time.monotonic()-start
-            if waited > timeout_s or is_stopped(pid) or not _holds(pid, file): return None
-            if waited >= .2*n_asked:
-                os.kill(pid, ask) # again: a signal may reach a C++ thread, which does not answer
-                n_asked += 1
-            time.sleep(.005)
-    return file.read_text().split(_head)[before+1]
+def ask_stack(pid:int)->str:
+    "Let a process write its stack, by `leave_stacks`. pid: its id; returns: what is said of it if it does not"
+    try: status = Path(f'/proc/{pid}/status').read_text()
+    except OSError: return f'is not asked where there is no /proc (process {pid})'
+    if '\nState:\tT' in status: return f'is stopped (process {pid}, by SIGSTOP)'
+    caught = int(re.search(r'SigCgt:\t(\w+)', status)[1], 16)
+    # else it runs another program now, which the signal would kill
+    if caught>>ask-1 & 1: os.kill(pid, ask)
+    return f'does not answer (process {pid})'
 
-# %% ../../nbs/core/00_stacks.ipynb #c012b
-def _holds(pid, file):
-    "Whether a process has a file open. If not, it runs another program now, which the signal would kill"
-    try: return any(os.readlink(o) == str(file) for o in Path(f'/proc/{pid}/fd').iterdir())
-    except OSError: return False
-
-def is_stopped(pid)->bool:
-    """Whether a process has been stopped, as by SIGSTOP, and not continued; False where there is no /proc. pid: id of
-    any process"""
-    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]=='T'
-    except OSError: return False
+# %% ../../nbs/core/00_stacks.ipynb #c009d
+def read_stack(file:Path)->tuple:
+    """What `leave_stacks` has written last. returns: the kind of crash (None if there was none), and the frames: of the
+    thread that crashed, or of the main thread"""
+    text = file.read_text() if file.exists() else ''
+    what,_,rest = text.partition('Fatal Python error: ')[2].partition('\n')
+    if not what: return None,frames_of(text.rpartition('Stack (most')[2])
+    thread = re.search(r'Current thread .*?(?=\n\n|\Z)', rest, re.S) or ['']
+    return what,frames_of(thread[0])
 
 # %% ../../nbs/core/00_stacks.ipynb #c014
 # Parts of files in which a process waits for another rank
@@ -184,14 +161,6 @@ def describe_stack(frames:list)->str:
     calls = [o.name for o in frames if 'c10d_logger' not in o.file and o.name not in _inner]
     name = next(iter(calls), at.name)
     return f'waited in {_called.get(name, name)}, from {user}'
-
-def place_of(pid:int, file:Path)->tuple:
-    "Where a child is. pid, file: as in `stack_of`; returns: (`Frame`s, none if it does not answer; a text)"
-    found = frames_of(stack_of(pid, file) or '')
-    if found: return found,describe_stack(found)
-    if is_stopped(pid): return [],f'is stopped (process {pid}, by SIGSTOP)'
-    silent = 'does not answer' if Path('/proc').exists() else 'is not asked where there is no /proc'
-    return [],f'{silent} (process {pid})'
 
 _inner = 'wait_key','wait_keys','everyones'
 _called = dict(_engine_run_backward='backward')

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..core.compat import AcceleratorError
 from ..core.env import RankError,close_group,count,group_size,is_consequence,next_phase
 from ..core.env import num_distrib,own_rank,pack_error,read_launcher,section,shared_store
-from ..core.env import unpack_error,wait_key
+from ..core.env import try_address,unpack_error,wait_key
 from ..core.stacks import absence,frames_of_caller,users_frame
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
@@ -103,8 +103,7 @@ def _check_link():
     """DistNetworkError if the machine of the launch's store does not answer: requests to it would block for a quarter
     of an hour"""
     if 'MASTER_ADDR' not in os.environ or 'LEARNERDIST_INIT_METHOD' in os.environ: return
-    at = os.environ['MASTER_ADDR'],int(os.environ['MASTER_PORT'])
-    try: socket.create_connection(at, 3).close()
+    try: try_address(os.environ)
     except (ConnectionRefusedError,socket.gaierror): pass # it answers; its name is not known here
     except OSError as e: raise dist.DistNetworkError(str(e)) from e
 

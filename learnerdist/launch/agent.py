@@ -67,37 +67,33 @@ def choose_addresses(args, host:str):
 # %% ../../nbs/launch/04_agent.ipynb #hb02
 class Machines:
     "The launchers of all machines: each says again and again that it is there, and reports those that are silent"
-    # seconds: between two words; after which a silent launcher is reported; and where ranks have failed
-    beat_s = 1
-    silent_s,unexplained_s = 20,10
+    # seconds between two words; and after which a silent launcher is reported
+    beat_s,silent_s = 1,10
 
-    def __init__(self, store, me:int, n:int, ranks:list, addr:str, where:str=''):
-        """store: in which the launchers meet; me, n: number of this machine, of how many; ranks: here; addr: of this
-        machine; where: host and port of the store"""
+    def __init__(self, store, me:int, n:int, ranks:list, report_lost):
+        """store: in which the launchers meet; me, n: number of this machine, of how many; ranks: here; report_lost:
+        called with the error, if the store cannot be reached"""
         self.store,self.me = store,me
-        self.where = where
+        self.report_lost = report_lost
         self.keys = [f'learnerdist/machine/{i}' for i in range(n)]
         name = f'{socket.gethostname()} (ranks {", ".join(map(str, ranks))})'
-        self.word = dict(name=name, addr=addr, beat=0)
+        self.word = dict(name=name, beat=0)
         self.words = [{}]*n # The last one of each machine
         self.heard = [time.monotonic()]*n # When it was new
-        self.limit_s = self.silent_s
-        self.gone = set()    # Numbers of the machines that have been reported
-        self.is_lost = False # Whether the store has been reported
-        self.lost = None     # Error of the connection to the store
+        self.gone = set() # Numbers of the machines that have been reported
+        self.lost = None  # Error of the connection to the store
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True, name='machines')
         self.thread.start()
 
     def _watch(self):
         try:
-            while not self.over.is_set():
-                self.beat()
-                self.over.wait(self.beat_s)
+            while not self.over.wait(self.beat_s): self.beat()
             self.store.set(self.keys[self.me], json.dumps(self.word | dict(done=True)))
-        except RuntimeError as e: self.lost = e
-        # the launcher with the store may have ended well, as this one will in a moment
-        if self.lost and not self.over.wait(3): self.report_lost(self.lost)
+        except RuntimeError as e:
+            self.lost = e
+            # the launcher with the store may have ended well, as this one will in a moment
+            if not self.over.wait(3): self.report_lost(e)
 
     def beat(self):
         "Send a word, and read those of the others"
@@ -108,7 +104,7 @@ class Machines:
         for i,o in enumerate(map(json.loads, self.store.multi_get(self.keys))):
             if o != self.words[i] or o.get('done'): self.words[i],self.heard[i] = o,now
             silent_s = now-self.heard[i]
-            if silent_s > self.limit_s and i not in self.gone:
+            if silent_s > self.silent_s and i not in self.gone:
                 self.gone.add(i)
                 silent = f'its launcher has been silent for {silent_s:.0f} s'
                 log(f'{o["name"]} is gone, or the link to it: {silent}')
@@ -116,34 +112,14 @@ class Machines:
     def find_gone(self):
         "Ranks here have failed, and do not know why: wait until a machine is reported, or all others have been heard"
         since = time.monotonic()
-        self.limit_s = self.unexplained_s
         others = [i for i in range(len(self.keys)) if i != self.me]
         while not (self.lost or self.gone or all(self.heard[i] > since for i in others)): self.over.wait(.1)
         if self.lost: self.report_lost(self.lost)
-
-    def report_lost(self, e):
-        "Report, once, that the machine with the store cannot be reached"
-        if not self.is_lost: log_cut_off(e, self.where, self._host())
-        self.is_lost = True
-
-    def _host(self):
-        "The machine with the store, and its ranks; '' if its address does not say which one it is"
-        _,there = find_route(self.where.rpartition(':')[0]) or (None,None)
-        found = [o['name'] for o in self.words if o and o['addr'] == there]
-        return found[0] if len(found) == 1 else ''
 
     def close(self):
         "This launcher is done, and may be silent"
         self.over.set()
         self.thread.join(3) # of a store that does not answer, a call takes longer
-
-def log_cut_off(e, where:str, name:str=''):
-    "Report that the machine cannot be reached where the launchers meet. name: of the machine, if it is known"
-    why = f'the launcher there has ended, or the machine or the link to it is gone ({e.__cause__ or e})'
-    at = f'{where}, where the launchers meet'
-    if name: at = f'{name}, where the launchers meet ({where})'
-    log(f'{socket.gethostname()} cannot reach {at}: {why}')
-
 
 # %% ../../nbs/launch/04_agent.ipynb #c013
 class Agent(SimpleElasticAgent):
@@ -154,6 +130,7 @@ class Agent(SimpleElasticAgent):
         self.where = where
         self.job,self.attempt = job,0
         self.machines = None # Of this attempt
+        self.is_lost = False # Whether it has been reported that the store cannot be reached
 
     def _start_workers(self, group):
         "Called by torchrun before each attempt, when the machines have met"
@@ -161,29 +138,28 @@ class Agent(SimpleElasticAgent):
         keep_alive()
         again = f'restart {self.attempt} of {spec.max_restarts}'
         if failures(self.job.ranks): log(*self.job.explain(), again)
-        run_id = handler.get_run_id()
-        at = group.master_addr,group.master_port
-        of_all = dict(zip(('MASTER_ADDR','MASTER_PORT'), at), GROUP_RANK=group.group_rank)
-        of_all |= dict(GROUP_WORLD_SIZE=group.group_world_size, ROLE_NAME=spec.role)
-        of_all |= dict(LOCAL_WORLD_SIZE=spec.local_world_size, TORCHELASTIC_RUN_ID=run_id)
+        run_id,addr,port = handler.get_run_id(),group.master_addr,group.master_port
+        of_all = dict(MASTER_ADDR=addr, MASTER_PORT=port, TORCHELASTIC_RUN_ID=run_id)
+        of_all |= dict(GROUP_RANK=group.group_rank, GROUP_WORLD_SIZE=group.group_world_size)
+        of_all |= dict(ROLE_NAME=spec.role, LOCAL_WORLD_SIZE=spec.local_world_size)
         of_all['TORCHELASTIC_USE_AGENT_STORE'] = handler.use_agent_store
-        of_all['LEARNERDIST_SEED'] = os.environ.get('LEARNERDIST_SEED') or f'{run_id} {at}'
+        of_all['LEARNERDIST_SEED'] = os.environ.get('LEARNERDIST_SEED', f'{run_id} {addr} {port}')
         envs = []
         for o in group.workers:
             own = dict(RANK=o.global_rank, WORLD_SIZE=o.world_size, LOCAL_RANK=o.local_rank)
             own |= dict(ROLE_RANK=o.role_rank, ROLE_WORLD_SIZE=o.role_world_size)
-            envs.append(os.environ | {k: str(v) for k,v in {**of_all, **own}.items()})
+            envs.append(os.environ | {k: str(v) for k,v in (of_all | own).items()})
         self.job.start(self.attempt, envs)
-        ranks = [o.global_rank for o in group.workers]
-        me,n = group.group_rank,group.group_world_size
-        self.machines = Machines(store_of_agent(self), me, n, ranks, spec.local_addr, self.where)
         self.attempt += 1
+        ranks = [o.global_rank for o in group.workers]
+        here = group.group_rank,group.group_world_size,ranks
+        self.machines = Machines(store_of_agent(self), *here, self.report_lost)
         return {i: o.proc.pid for i,o in enumerate(self.job.ranks)}
 
     def _monitor_workers(self, group):
         watch = self.job.watch
-        end = time.monotonic()+group.spec.monitor_interval
-        while (running := watch.look()) and not watch.failed and time.monotonic() < end: watch.listen(running)
+        running = watch.look()
+        if not watch.failed: watch.listen(running)
         if watch.failed: return RunResult(WorkerState.FAILED)
         if running or not all(o.is_notified for o in self.job.ranks): return RunResult(WorkerState.HEALTHY)
         self.machines.close() # it waits for the others
@@ -200,20 +176,23 @@ class Agent(SimpleElasticAgent):
         self.job.watch.run()
 
     def report_lost(self, e):
-        "Report that the machine with the store cannot be reached"
-        if self.machines is None: return log_cut_off(e, self.where)
-        self.machines.report_lost(e)
-        self.machines.close()
+        "Report, once, that the machine with the store cannot be reached"
+        if not self.is_lost: log_cut_off(e, self.where)
+        self.is_lost = True
+
+def log_cut_off(e, where:str):
+    "Report that the machine cannot be reached where the launchers meet"
+    why = f'the launcher there has ended, or the machine or the link to it is gone ({e.__cause__ or e})'
+    log(f'{socket.gethostname()} cannot reach {where}, where the launchers meet: {why}')
 
 # %% ../../nbs/launch/04_agent.ipynb #c018
 def notify_others(job:Job, timeout_s=30):
     "Notify other machines of a failure before this process ends. Their ranks may not have begun to listen"
     end = time.monotonic()+timeout_s
     own = any(o.cause in (Cause.raised,Cause.died) for o in failures(job.ranks))
-    job.watch.look()
     while own and not all(o.is_notified for o in job.ranks) and time.monotonic() < end:
-        time.sleep(.2)
         job.watch.look()
+        time.sleep(.2)
 
 # %% ../../nbs/launch/04_agent.ipynb #ag23
 def choose_meeting(args):
@@ -270,11 +249,10 @@ def run_with_others(job:Job)->int:
     keep_alive()
     def interrupt(sig, frame): raise SignalException('', signal.Signals(sig))
     for o in job.signals: signal.signal(o, interrupt)
-    late = f'waits for the other machines, at {where}'
-    if args.n_nodes == 1: late = f'another launch has {where}: give each its own --rdzv-endpoint'
+    late = f'waits for the other machines, at {where}; does another launch have it? Then give each its own --rdzv-endpoint'
     try:
         with after(5, lambda: agent.attempt or log(late)): agent.run()
-        if args.n_nodes == 1 and not agent.attempt: return log(late) or 1 # torchrun takes it for a spare machine
+        if not agent.attempt: return log(late) or 1 # torchrun took it for a spare machine
         if failures(job.ranks): notify_others(job)
         with suppress(Exception): spec.rdzv_handler.shutdown()
     except SignalException as e: return job.status(e.sigval)
@@ -282,6 +260,7 @@ def run_with_others(job:Job)->int:
         found = failures(job.ranks)
         # else a rank has failed here, of which this launcher could not notify the others
         if not found or not found[0].is_explained(): agent.report_lost(e)
+        if agent.machines: agent.machines.close()
         if all(o.cause in (Cause.late,Cause.stopped) for o in found): return 1
     if failures(job.ranks): log(*job.explain())
     return job.status()

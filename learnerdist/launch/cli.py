@@ -12,7 +12,7 @@ from pathlib import Path
 
 import learnerdist
 from ..core.files import memory
-from ..core.hosts import check_slurm,find_task,foreign_rank,loopback
+from ..core.hosts import check_slurm,foreign_rank,loopback,slurm_env
 from ..core.stacks import frames_of,need,users_frame
 from .forkserver import ForkServer,begin_rank,enter,import_first
 from .forkserver import seed_alike,serve,share_of_cores
@@ -39,7 +39,7 @@ def get_parser()->argparse.ArgumentParser:
                       memory, every 10 steps, or that of its Checkpoint
       --no-fork-server
                       Let each rank import for itself. Otherwise ranks are forks of a process that has done it
-      --verbose       Print each rank's traceback. Otherwise the report at the end names a file with them
+      --verbose       Print the tracebacks of all ranks at the end. Otherwise the report names a file with them
       --verify STEPS  First compare so many steps with one process, as learnerdist.verify does; then train
       --verify-only-warn  Train also if they differ
       --plan RANKS    Train nothing: print what each of so many ranks would hold and exchange, from one process
@@ -76,20 +76,15 @@ def _run(module, *args):
 def guess(args:list)->tuple:
     """What ranks will run, read without torchrun's list of options, so without torch. args: command line of the
     launcher; returns: (the script, or '-m' and a module, with its arguments; the number of processes). (None, 0) if
-    there is no such thing"""
+    these are not both in it"""
     def is_target(o): return o in ('-m','--module') or o.endswith('.py') and o[:1] != '-'
     i = next((i for i,o in enumerate(args) if is_target(o)), len(args))
-    own = []
-    rest = args[i:]
-    for o in args[:i]: own += o.split('=', 1) if o[:1] == '-' else [o]
-    if not rest or {*_no_server} & {*own}: return None,0
-    named = dict(zip(own, own[1:]))
-    n = next((named[o] for o in _nprocs if o in named), '')
-    gpus = named.get('--gpus', os.environ.get('CUDA_VISIBLE_DEVICES'))
-    if gpus is not None: n_gpus = len([*filter(None, gpus.split(','))])
-    else: n_gpus = sum(o[:6] == 'nvidia' and o[6:].isdigit() for o in os.listdir('/dev'))
-    if rest[0] == '--module': rest[0] = '-m'
-    return rest,int(n) if n.isdigit() else max(n_gpus, 1)
+    target = args[i:]
+    own = ' '.join(args[:i]).replace('=', ' ').split()
+    n = next((b for a,b in zip(own, own[1:]) if a in _nprocs), '')
+    if not target or not n.isdigit() or {*_no_server} & {*own}: return None,0
+    if target[0] == '--module': target[0] = '-m'
+    return target,int(n)
 
 _nprocs = '--nproc','--nproc-per-node','--nproc_per_node'
 _no_server = '--no-fork-server --no-python --no_python --run-path --run_path'.split()
@@ -131,21 +126,21 @@ def _choose_nproc(args)->int:
     return count_nproc(n)
 
 # %% ../../nbs/launch/05_cli.ipynb #c022
-def _ask_slurm(args):
-    "This process's task in srun, whose values fill in the options that `args` leave open; None without srun"
-    task = None if args.standalone else find_task()
-    if task is None: return None
-    many = f'SLURM_NTASKS={task.n_tasks} and SLURM_NNODES={task.n_nodes}: srun starts each rank'
-    remedy = 'leave out the launcher (srun python train.py), or use --ntasks-per-node=1'
-    need(task.n_tasks <= task.n_nodes, f'{many}: {remedy}')
+def _ask_slurm(args)->int:
+    "The number of nodes of srun, whose values fill in the options that `args` leave open; 0 without srun"
+    task = {} if args.standalone else slurm_env()
+    if not task: return 0
+    n,n_nodes = int(task['WORLD_SIZE']),int(task['GROUP_WORLD_SIZE'])
+    many = f'SLURM_NTASKS={n} and SLURM_NNODES={n_nodes}: srun starts each rank'
+    need(n <= n_nodes, f'{many}: leave out the launcher (srun python train.py), or use --ntasks-per-node=1')
     most = args.nnodes and args.nnodes.rpartition(':')[2]
-    check_slurm('--nnodes', most, task.n_nodes, 'SLURM_NNODES')
-    args.nnodes = args.nnodes or str(task.n_nodes)
+    check_slurm('--nnodes', most, n_nodes, 'SLURM_NNODES')
+    args.nnodes = args.nnodes or str(n_nodes)
     if not args.rdzv_endpoint and args.rdzv_backend is None:
-        args.rdzv_endpoint = f'{task.addr}:{task.port}'
-        args.rdzv_id = task.id
-        args.rdzv_conf = ','.join(filter(None, [args.rdzv_conf, f'is_host={task.node == 0}']))
-    return task
+        args.rdzv_endpoint = f"{task['MASTER_ADDR']}:{task['MASTER_PORT']}"
+        args.rdzv_id = '.'.join(os.environ.get(k, '0') for k in ('SLURM_JOB_ID','SLURM_STEP_ID'))
+        args.rdzv_conf = ','.join(filter(None, [args.rdzv_conf, f"is_host={task['GROUP_RANK'] == '0'}"]))
+    return n_nodes
 
 # %% ../../nbs/launch/05_cli.ipynb #c023
 def _check(args):
@@ -181,15 +176,15 @@ def _check_debug(args):
 def _complete(args):
     "Fill in what these parsed options leave open. ValueError for what contradicts; OSError without a log folder"
     if args.log_dir: os.makedirs(args.log_dir, exist_ok=True)
-    task = _ask_slurm(args)
+    n_nodes = _ask_slurm(args)
     args.nnodes = args.nnodes or '1'
     args.nproc = _choose_nproc(args)
     args.nproc_per_node = str(args.nproc)
     size = os.environ.get('WORLD_SIZE')
-    if task: check_slurm('WORLD_SIZE', size, task.n_nodes*args.nproc, 'SLURM_NNODES x --nproc')
+    if n_nodes: check_slurm('WORLD_SIZE', size, n_nodes*args.nproc, 'SLURM_NNODES x --nproc')
     args.n_nodes = int(args.nnodes.rpartition(':')[2])
     args.is_here = args.n_nodes == 1 and not (args.rdzv_endpoint or args.rdzv_backend)
-    n = args.is_here and not task and not args.standalone and foreign_rank().get('WORLD_SIZE')
+    n = args.is_here and not n_nodes and not args.standalone and foreign_rank().get('WORLD_SIZE')
     need(not n, f'{n} processes run this launcher, each alone: let mpirun run the script itself')
     meets = args.n_nodes == 1 or args.rdzv_endpoint or args.master_port is not None
     where = '--rdzv-endpoint HOST:PORT, the same on each machine'
@@ -212,28 +207,22 @@ def run_target(argv):
 def _worker(parent, argv):
     "The process of one rank: like `python`, but it ends with its launcher, and reports its failure"
     begin_rank(parent)
-    # so that the ranks' lines do not mix
-    for o in (sys.stdout, sys.stderr): o.reconfigure(line_buffering=True, write_through=False)
     with suppress(Exception): import_first(argv) # the script raises it again. In a fork they are there
     seed_alike()
     try: run_target(argv)
     except KeyboardInterrupt as e:
         log(f'rank {os.environ["RANK"]} interrupted at {users_frame(frames_of(e))}')
-        sys.exit(130)
+        return 130
     except SystemExit as e:
-        if not isinstance(e.code, int|None): # Python prints it
-            _report(e, 1)
-            raise
-        code = e.code or 0
-        status = code&0xff or int(code != 0) # of 256 the system would make 0
+        status = int(bool(e.code)) # of a text, which Python prints
+        if isinstance(e.code, int): e.code = status = e.code & 0xff or status # of 256 the system would make 0
         if not ended_well(status): _report(e, status)
-        return status
+        raise
     except BaseException as e:
         _report(e, 1)
-        _print_exception(e)
+        _call_hook(e)
         return 1
     return 0
-
 
 # %% ../../nbs/launch/05_cli.ipynb #c029
 def _report(e, status):
@@ -243,13 +232,11 @@ def _report(e, status):
     while tb.tb_next and tb.tb_frame.f_code.co_filename in ours: tb = tb.tb_next
     with suppress(OSError): leave_report(e.with_traceback(tb), status) # no room for it
 
-def _print_exception(e):
-    "As Python does. Under the launcher only the user's own hook is called, since the launcher's report has the rest"
+def _call_hook(e):
+    "Call the user's own `sys.excepthook`. Python's prints what the launcher reports; torch's prefixes each line"
     hook = sys.excepthook
-    # torch's prefixes each line, as the launcher does
-    if getattr(hook, '__module__', '').startswith('torch.'): hook = sys.__excepthook__
-    is_quiet = os.environ.get('LEARNERDIST_QUIET') == '1'
-    if hook is not sys.__excepthook__ or not is_quiet: hook(type(e), e, e.__traceback__)
+    is_torchs = getattr(hook, '__module__', '').startswith('torch.')
+    if hook is not sys.__excepthook__ and not is_torchs: hook(type(e), e, e.__traceback__)
 
 # %% ../../nbs/launch/05_cli.ipynb #c030
 def main(args:list|None=None)->int:
@@ -259,35 +246,34 @@ def main(args:list|None=None)->int:
     if args[:1] == ['--calls']: return serve_calls(*args[1:])
     if args[:1] == ['--worker']: return _worker(int(args[1]), args[2:])
     before = dict(os.environ)
-    try: return _launch(args)
+    server = ForkServer()
+    try: return _launch(args, server)
+    except KeyboardInterrupt: return 128 + signal.SIGINT
     finally: # options set variables, and a script may call this
-        for k in {*os.environ}-{*before}: del os.environ[k]
+        server.close()
+        os.environ.clear()
         os.environ.update(before)
 
-def _launch(args):
+def _launch(args, server):
     "Exit status of a launch"
-    server = ForkServer()
+    target,n = guess(args)
+    if target:
+        known = dict(PYTHONHASHSEED='0')
+        if n > 1: known['OMP_NUM_THREADS'] = str(share_of_cores(n))
+        server.prepare(target, known | os.environ)
+    parser = get_parser() # imports torch, as the server does meanwhile
+    o = parser.parse_args(args)
+    target = [*(['-m'] if o.module else []), o.training_script, *o.training_script_args]
     try:
-        argv,n = guess(args)
-        if argv:
-            known = dict(PYTHONHASHSEED='0')
-            if n > 1: known['OMP_NUM_THREADS'] = str(share_of_cores(n))
-            server.prepare(argv, known | os.environ)
-        parser = get_parser() # imports torch, as the server does meanwhile
-        o = parser.parse_args(args)
-        target = [*(['-m'] if o.module else []), o.training_script, *o.training_script_args]
-        try:
-            _check(o)
-            if o.plan: return _run('learnerdist.plan', str(o.plan), *target)
-            _complete(o)
-        except (ValueError, OSError) as e: parser.error(str(e))
-        if 'triton' not in sys.modules: gc.freeze() # as in `preload`
-        if o.verify:
-            status = _run('learnerdist.verify', f'--nproc={o.nproc}', f'--steps={o.verify}', *target)
-            may_train = o.verify_only_warn and status == 1 # they differ
-            if status and not may_train: return status
-        if o.is_here: return launch(o, target, server)
-        from learnerdist.launch.agent import run_with_others
-        return launch(o, target, server, run_with_others)
-    except KeyboardInterrupt: return 128 + signal.SIGINT
-    finally: server.close()
+        _check(o)
+        if o.plan: return _run('learnerdist.plan', str(o.plan), *target)
+        _complete(o)
+    except (ValueError, OSError) as e: parser.error(str(e))
+    if 'triton' not in sys.modules: gc.freeze() # as in `preload`
+    if o.verify:
+        status = _run('learnerdist.verify', f'--nproc={o.nproc}', f'--steps={o.verify}', *target)
+        may_train = o.verify_only_warn and status == 1 # they differ
+        if status and not may_train: return status
+    if o.is_here: return launch(o, target, server)
+    from learnerdist.launch.agent import run_with_others
+    return launch(o, target, server, run_with_others)

@@ -8,42 +8,40 @@ __all__ = []
 # %% ../../nbs/launch/00_forkserver.ipynb #fk02
 import ast,ctypes,gc,marshal,os,random,signal,socket
 import struct,subprocess,sys,threading,warnings,zlib
-from contextlib import contextmanager,suppress
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from multiprocessing import connection,process
 from pathlib import Path
 from ..core.hosts import n_cores
-from ..core.stacks import answer_asks,catch_crashes,in_library,report_folder
+from ..core.stacks import in_library,leave_stacks,report_folder,stack_file
 
 # %% ../../nbs/launch/00_forkserver.ipynb #im05
 _known = """torch torchvision torchaudio numpy scipy pandas sklearn matplotlib PIL tqdm yaml
 fastai fastcore fastprogress learnerdist"""
 known = sys.stdlib_module_names.union(_known.split())
 
-def first_imports(argv:list, path:list)->tuple:
-    """What a script or a module imports before it does anything else but set environment variables, as far as these
-    are modules of `known`. argv: a script, or '-m' and a module; its arguments may follow; path: where modules are
-    looked for, as in `sys.path`; returns: (module, names imported from it) in order, and for a variable ('', (its name,
-    its value)); the text of the files"""
+def first_lines(argv:list, path:list)->tuple:
+    """The statements with which a script or a module begins, up to the first that does more than import modules of
+    `known` or set a variable of the environment. argv: a script, or '-m' and a module; its arguments may follow; path:
+    where modules are looked for, as in `sys.path`; returns: (nodes of `ast`; the text of the files)"""
     found,texts = [],[]
     with suppress(OSError, SyntaxError, ValueError):
         for file in files_of(argv, path):
             texts.append(Path(file).read_text())
             for o in ast.parse(texts[-1]).body:
-                if isinstance(o, ast.Import): names = [(a.name,()) for a in o.names]
-                elif isinstance(o, ast.ImportFrom) and not o.level: names = [(o.module,[a.name for a in o.names])]
-                elif setting := _setting(o): names = [('', setting)]
-                elif isinstance(o, ast.Expr) and isinstance(o.value, ast.Constant): continue # a docstring
-                else: return found,texts
-                if not all(not k or _is_theirs(k.partition('.')[0], path) for k,_ in names): return found,texts
-                found += names
+                if not _is_harmless(o, path): return found,texts
+                found.append(o)
     return found,texts
 
-def _setting(o):
-    "The name and the value of the statement `os.environ['NAME'] = 'value'`; None for any other"
-    sets_one = isinstance(o, ast.Assign) and len(o.targets) == 1
-    if not sets_one or not ast.unparse(o).startswith('os.environ['): return None
-    with suppress(ValueError): return ast.literal_eval(o.targets[0].slice),ast.literal_eval(o.value)
+def _is_harmless(o, path):
+    "Whether the server may run a statement: a docstring, `os.environ['NAME'] = 'value'`, an import"
+    if isinstance(o, ast.Expr): return isinstance(o.value, ast.Constant)
+    if isinstance(o, ast.Assign):
+        return isinstance(o.value, ast.Constant) and ast.unparse(o).startswith('os.environ[')
+    if isinstance(o, ast.Import): names = [a.name for a in o.names]
+    elif isinstance(o, ast.ImportFrom) and not o.level: names = [o.module]
+    else: return False
+    return all(_is_theirs(name.partition('.')[0], path) for name in names)
 
 def _is_theirs(name, path):
     "Whether the server may import this module: one of `known`, and no file of the user's with the same name"
@@ -53,7 +51,7 @@ def _is_theirs(name, path):
 
 # %% ../../nbs/launch/00_forkserver.ipynb #im06
 def files_of(argv, path):
-    "The files that run: the script; or the packages of a module, then the module. argv, path: as in `first_imports`"
+    "The files that run: the script; or the packages of a module, then the module. argv, path: as in `first_lines`"
     if argv[0] != '-m': yield argv[0]
     parts = argv[1].split('.') if argv[0] == '-m' else []
     for i in range(len(parts)+1):
@@ -73,10 +71,9 @@ def import_first(argv:list)->str:
     """Import what a script imports first. argv: a script, or '-m' and a module, with its arguments; returns: the text
     of the files that run"""
     enter(argv)
-    found,texts = first_imports(argv, sys.path)
-    for name,given in found:
-        if name: __import__(name, None, None, [*given])
-        else: os.environ.update([given])
+    body,texts = first_lines(argv, sys.path)
+    names = {}
+    for o in body: exec(compile(ast.Module([o], []), '<string>', 'exec'), names)
     return '\n'.join(texts)
 
 # %% ../../nbs/launch/00_forkserver.ipynb #fk06b
@@ -98,13 +95,10 @@ def preload(argv:list)->bool:
 
 def fork_has_accelerator()->bool:
     "Whether a fork of this process can use the accelerator: none of the imports has used it, or counted devices"
+    from learnerdist.core.compat import in_bad_fork
     pid = os.fork()
-    status = 1
-    if pid: return os.waitpid(pid, 0)[1] == 0
-    try:
-        from ..core.compat import in_bad_fork
-        status = in_bad_fork()
-    finally: os._exit(status)
+    if not pid: os._exit(in_bad_fork())
+    return os.waitpid(pid, 0)[1] == 0
 
 # an optimizer and DDP import torch._dynamo, which takes as long as torch
 _trains = 'optim','Learner','DataParallel','DDP'
@@ -124,32 +118,31 @@ def serve(fd:int, argv:list)->list:
     while is_good:
         text,fds,_,_ = socket.recv_fds(sock, 1, 8)
         if not text: break
-        if fork_for_launcher(fds[1]):
-            for o in fds: os.close(o)
-            continue
-        sock.close()
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return be_rank(env, *fds)
+        if not fork_for_launcher(sock):
+            sock.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            return be_rank(env, *fds)
+        for o in fds: os.close(o)
     os._exit(0)
 
-def fork_for_launcher(conn:int)->bool:
-    """Fork this process twice, so that the fork is an orphan, which the launcher adopts. conn: descriptor of a socket,
-    which gets its process id; returns: False in the fork"""
+def fork_for_launcher(sock)->bool:
+    """Fork this process twice, so that the fork is an orphan, which the launcher adopts. sock: to the launcher, which
+    gets its process id, and a word when it is an orphan; returns: False in the fork"""
     if pid := os.fork():
         os.waitpid(pid, 0)
+        sock.send(b'.')
         return True
     if pid := os.fork():
-        os.write(conn, pid_bytes.pack(pid))
+        sock.send(pid_bytes.pack(pid))
         os._exit(0)
     return False
 
 pid_bytes = struct.Struct('i')
 
-def be_rank(before:dict, what:int, conn:int, *fds:int)->list:
-    """In a fork: be a process of its own; returns its arguments. before: environment of the server; what, conn, fds:
-    descriptors: of arguments and environment, of the socket to the launcher; and as of `ForkServer.start`"""
+def be_rank(before:dict, what:int, *fds:int)->list:
+    """In a fork: be a process of its own; returns its arguments. before: environment of the server; what, fds:
+    descriptors: of arguments and environment; and as of `ForkServer.start`"""
     os.setsid()
-    os.close(conn) # the launcher waits for it
     with open(what, 'rb') as f: args,env = marshal.load(f)
     for i,o in enumerate(fds[:3]):
         os.dup2(o, i)
@@ -198,15 +191,6 @@ def spawn(args:list, env:dict, outs:list, more:list=())->Process:
     return Process(proc.pid)
 
 # %% ../../nbs/launch/00_forkserver.ipynb #fk10b
-@contextmanager
-def adopting():
-    "Within the body, orphans among this process's descendants become its children, by prctl(2)"
-    PR_SET_CHILD_SUBREAPER = 36
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try: yield
-    finally: prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
 command = sys.executable,'-u','-m','learnerdist.launch'
 
 class ForkServer:
@@ -221,28 +205,32 @@ class ForkServer:
         if key == self._key: return
         self.close()
         self._key = key
-        if not hasattr(os, 'pidfd_open') or any(o.startswith(_foreign) for o in env): return # another system than Linux
+        if not hasattr(os, 'pidfd_open'): return # another system than Linux
         self._sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs: self.proc = spawn([*command,'--serve',*argv], env, [0,1,2], [theirs.fileno()])
 
     def start(self, args:list, env:dict, outs:list, more:list=())->Process:
-        """Start a process: a fork of the server, or without one a new interpreter. args: for
-        `learnerdist.launch.main`; env: the environment of the process; outs: descriptors for its input, output and
-        errors; more: descriptors that it inherits; their numbers follow `args`"""
-        args = [*command,*args]
-        pid = self.runs() and self._fork(args, env, [*outs,*more])
-        return Process(pid) if pid else spawn(args, env, outs, more)
+        """Start a process: a fork of the server, or without one a new one. args: `command` and arguments for it, or
+        without a server any command line; env: the environment of the process; outs: where its input, output and
+        errors go, descriptors or `Output`s; more: descriptors that it inherits; their numbers follow `args`"""
+        fds = [o.writer if isinstance(o, Output) else o for o in outs]
+        pid = self.runs() and self._fork(args, env, [*fds,*more])
+        res = Process(pid) if pid else spawn(args, env, fds, more)
+        for o in outs:
+            if isinstance(o, Output): os.close(o.writer)
+        return res
 
     def _fork(self, args, env, fds):
         "The process id of a fork; None if the server has ended"
-        conn,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with conn,adopting():
-            with theirs, os.fdopen(os.memfd_create('rank'), 'wb') as f, suppress(OSError):
-                marshal.dump((args,env), f)
-                f.seek(0)
-                socket.send_fds(self._sock, [b'.'], [f.fileno(),theirs.fileno(),*fds])
-            pid = conn.recv(pid_bytes.size)
-            conn.recv(1) # returns when the fork is an orphan
+        pid = None
+        _adopt_orphans(True)
+        with suppress(OSError), os.fdopen(os.memfd_create('rank'), 'wb') as f:
+            marshal.dump((args,env), f)
+            f.seek(0)
+            socket.send_fds(self._sock, [b'.'], [f.fileno(),*fds])
+            pid = self._sock.recv(pid_bytes.size)
+            self._sock.recv(1) # returns when the fork is an orphan
+        _adopt_orphans(False)
         return pid_bytes.unpack(pid)[0] if pid else None
 
     def runs(self)->bool: return self.proc is not None and self.proc.poll() is None
@@ -253,10 +241,12 @@ class ForkServer:
         if self.proc: self.proc.close()
         self.proc = self._sock = self._key = None
 
+def _adopt_orphans(on):
+    "Whether orphans among this process's descendants become its children: PR_SET_CHILD_SUBREAPER of prctl(2)"
+    ctypes.CDLL(None).prctl(36, on, 0, 0, 0)
+
 # read by C code when torch is loaded and when Python starts
 _early = 'OMP_NUM_THREADS','PYTHONHASHSEED'
-# tools that follow processes, but perhaps no forks
-_foreign = 'LD_PRELOAD','CUDA_INJECTION','NSYS_','PYTHONPROFILEIMPORTTIME'
 
 # %% ../../nbs/launch/00_forkserver.ipynb #rk01
 def share_of_cores(nproc:int)->int:
@@ -269,10 +259,11 @@ def begin_rank(parent:int):
     if parent and hasattr(os, 'pidfd_open'):
         fd = os.pidfd_open(parent)
         threading.Thread(target=_die_with, args=(fd,), daemon=True, name='die-with').start()
+    # lines of several ranks do not mix
+    for o in (sys.stdout, sys.stderr): o.reconfigure(line_buffering=True, write_through=False)
     if folder := report_folder():
         with suppress(OSError): # no room for its files: then nobody asks it where it is
-            catch_crashes(folder/'crash.txt')
-            answer_asks(folder/'stack.txt')
+            leave_stacks(folder/stack_file)
     # rank 0 shows them; Python's option -W and PYTHONWARNINGS come before it
     if os.environ.get('LOCAL_RANK', '0') != '0': warnings.simplefilter('ignore', append=True)
 

@@ -17,7 +17,7 @@ import learnerdist
 from ..core.files import own_folder
 from ..core.hosts import foreign_rank
 from ..core.stacks import count_warnings,need
-from .forkserver import ForkServer,Output,begin_rank,seed_alike,share_of_cores
+from .forkserver import ForkServer,Output,begin_rank,command,seed_alike,share_of_cores
 from .watch import Rank,RanksError,Watch,ended_well,env_of,exited_early,failures,leave_report
 
 # %% ../../nbs/launch/02_processes.ipynb #ps05
@@ -53,13 +53,18 @@ def pickled(o)->bytes:
 # %% ../../nbs/launch/02_processes.ipynb #pl05
 class RankObject(NamedTuple):
     "Stands for an object that each rank holds, from `Ranks.keep`: give it to `Ranks.run` as an argument"
-    ranks:int  # Which processes hold it
-    number:int # Which object of theirs
+    number:int # Of this process's objects on ranks
     def __getattr__(self, name):
         remedy = f'give it to a function that they run: r.run(lambda o: o.{name}, …)'
         raise AttributeError(f'{name}: the object is on the ranks; {remedy}')
 
 _objects = {} # What this rank holds, by number
+
+def _local(o):
+    "This rank's own object in place of a `RankObject`"
+    if not isinstance(o, RankObject): return o
+    need(o.number in _objects, 'ranks that had this object were ended: build it again with keep()')
+    return _objects[o.number]
 
 def _call(names, payload):
     "What the function returns; None if it leaves by `sys.exit()`. names: of modules, for what they patch"
@@ -70,8 +75,7 @@ def _call(names, payload):
         more = f'Each process imports the script again, {guard}'
         cached = 'Of a notebook, what functools.cache wraps is not sent: put it into a file'
         raise ValueError(f'{e}. {more}: define the function above that line. {cached}') from e
-    def local(o): return _objects[o.number] if isinstance(o, RankObject) else o
-    try: res = func(*map(local, args), **{k: local(v) for k,v in kwargs.items()})
+    try: res = func(*map(_local, args), **{k: _local(v) for k,v in kwargs.items()})
     except SystemExit as e:
         if e.code: raise
         return None
@@ -79,14 +83,6 @@ def _call(names, payload):
     _objects[number] = res
 
 # %% ../../nbs/launch/02_processes.ipynb #pl05b
-def _answer(names, payload, folder):
-    "(1 if the function has failed, its result as bytes); a failure is in the rank's report"
-    try: return 0,pickled(_call(names, payload))
-    except BaseException as e: leave_report(e, folder=folder)
-    finally:
-        for o in (sys.stdout,sys.stderr): o.flush()
-    return 1,b''
-
 _importing = []
 
 def serve_calls(parent:str, folder:str, fd:str):
@@ -102,14 +98,13 @@ def serve_calls(parent:str, folder:str, fd:str):
     prepared,n_threads,once = calls.recv()
     torch.set_num_threads(n_threads)
     torch.distributed.set_debug_level_from_env()
-    for o in (sys.stdout,sys.stderr): o.reconfigure(line_buffering=True, write_through=False)
     gc.freeze() # imported objects stay, so collections can skip them (a failing rank runs one, to close its sockets)
     try:
         _importing.append(1)
         spawn.prepare(prepared) # a script is imported under another name than `__main__`
         _importing.clear()
         while (call := calls.recv()) is not None:
-            calls.send(_serve(*call, folder))
+            calls.send(_answer(*call, folder))
             if once: break # a failure frees the others, whose connections close
     except BaseException as e:
         leave_report(e, folder=folder)
@@ -119,17 +114,21 @@ def serve_calls(parent:str, folder:str, fd:str):
     end_children()
     os._exit(status)
 
-def _serve(names, payload, url, folder):
-    "Answer one call, a launch of its own. An interrupt ends the function, and not this process"
+def _answer(names, payload, url, folder):
+    """Answer one call, a launch of its own: (1 if the function has failed, its result as bytes); a failure is in the
+    rank's report. An interrupt ends the function, and not this process"""
     from learnerdist.core.env import new_launch
     os.environ['LEARNERDIST_INIT_METHOD'] = url
     new_launch()
-    res = 1,b''
-    with suppress(KeyboardInterrupt): # just after the function
+    try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        res = _answer(names, payload, folder)
+        res = 0,pickled(_call(names, payload))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except BaseException as e:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        leave_report(e, folder=folder)
+        res = 1,b''
+    for o in (sys.stdout,sys.stderr): o.flush()
     return res
 
 # %% ../../nbs/launch/02_processes.ipynb #pl07
@@ -167,7 +166,7 @@ _heavy = """pytest torchvision sklearn.metrics torchmetrics fastai.basics
 IPython.core.interactiveshell matplotlib.pyplot""".split()
 server = ForkServer() # It has torch, and this process's modules of learnerdist
 atexit.register(server.close)
-_starts = itertools.count()
+_numbers = itertools.count() # Of calls and objects
 
 class Ranks:
     "Processes that stay until `close`, or the end of the `with` block, and call functions together"
@@ -182,8 +181,7 @@ class Ranks:
         self.n_threads = n_threads or share_of_cores(self.nproc)
         seed = os.environ.get('LEARNERDIST_SEED') or os.urandom(8).hex()
         self.env = dict(LEARNERDIST_SEED=seed) if env is None else env
-        self.calls = []             # A `_Call` for each rank, once they have started
-        self._n = itertools.count() # Numbers of calls and objects
+        self.calls = [] # A `_Call` for each rank, once they have started
 
     def run(self,
         func:Callable, # Called on every rank
@@ -194,8 +192,7 @@ class Ranks:
 
     def keep(self, func:Callable, *args, **kwargs)->RankObject:
         "Call a function on all ranks, as `run` does, and keep what it returned there. returns: an argument for `run`"
-        if not self.calls: self._start()
-        res = RankObject(self.start, next(self._n))
+        res = RankObject(next(_numbers))
         self.call(func, args, kwargs, res.number)
         return res
 
@@ -209,9 +206,8 @@ class Ranks:
     def _start(self):
         stack = ExitStack()
         self.outputs = []
-        self.start = next(_starts)
         self._end = weakref.finalize(self, stack.close) # also when Python ends
-        self.folder = stack.enter_context(own_folder())
+        self.folder = stack.enter_context(own_folder())/'ranks'
         stack.callback(_end_calls, self.calls)
         ours = str(Path(learnerdist.__file__).parent.parent)
         path = os.pathsep.join([ours, *filter(None, [os.environ.get('PYTHONPATH')])])
@@ -231,37 +227,31 @@ class Ranks:
     def _start_rank(self, r, null, env, stack):
         "Start one process. null: descriptor of its input; env: its environment; stack: closes what it opens"
         folder = self.folder/str(r)
-        folder.mkdir()
+        folder.mkdir(parents=True)
         label = f'[r{r}] ' if self.labels and r else ''
-        outs = [null,1,2]
+        outs = [1,2]
         # descriptors 1 and 2 of a notebook's kernel are not the cell's output
         if label or 'ipykernel' in sys.modules:
-            outputs = [Output(label, o) for o in ('stdout','stderr')]
-            for o in outputs: stack.callback(o.close)
-            self.outputs += outputs
-            outs[1:] = [o.writer for o in outputs]
+            outs = [Output(label, o) for o in ('stdout','stderr')]
+            for o in outs: stack.callback(o.close)
+            self.outputs += outs
         here,there = connection.Pipe()
-        proc = server.start(['--calls',str(os.getpid()),str(folder)], env, outs, [there.fileno()])
-        there.close()
-        for o in outs[1:]: o > 2 and os.close(o)
+        args = [*command,'--calls',str(os.getpid()),str(folder)]
+        with there: proc = server.start(args, env, [null,*outs], [there.fileno()])
         return _Call(proc, here, env)
 
     def call(self, func, args, kwargs, number=None, errors='raise', **waits)->list:
         "What a function has returned on each rank, or its `RankFailure`. waits: seconds, as of `Watch`"
         if not self.calls: self._start()
-        objects = [o for o in (*args,*kwargs.values()) if isinstance(o, RankObject)]
-        if any(o.ranks!=self.start for o in objects):
-            raise ValueError('ranks that had this object were ended: build it again with keep()')
         names = [o for o in sys.modules if o.startswith('learnerdist.')]
         payload = pickled((func,args,kwargs,number))
-        url = f'file://{self.folder}/rendezvous{next(self._n)}'
+        url = f'file://{self.folder}/rendezvous{next(_numbers)}'
         envs = [o.env | dict(LEARNERDIST_INIT_METHOD=url) for o in self.calls]
         ranks = [Rank(o, e, self.folder/e['RANK']) for o,e in zip(self.calls, envs)]
         # of a call that failed or was interrupted
         for o in ranks: (o.folder/'error.json').unlink(missing_ok=True)
         for o in self.calls: o.send(names, payload, url)
-        waits = dict(grace_s=8, term_s=5, log_s=float('inf')) | waits
-        watch = Watch(ranks, self.outputs, **waits)
+        watch = Watch(ranks, self.outputs, **dict(grace_s=8, term_s=5) | waits)
         try: watch.run()
         except KeyboardInterrupt:
             watch.signal = signal.SIGINT # the function ends, or after 5 s its process

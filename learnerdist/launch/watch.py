@@ -18,10 +18,10 @@ from typing import Callable,NamedTuple
 import learnerdist
 from ..core.files import launch_folder,whole_file
 from ..core.hosts import loopback
-from ..core.stacks import Frame,absence,describe_error,describe_stack,frames_of,in_library
-from ..core.stacks import place_of,preempted_status,read_crash,report_folder,state_file
-from ..core.stacks import users_frame
-from .forkserver import ForkServer,Output,spawn
+from ..core.stacks import Frame,absence,ask_stack,describe_error,describe_stack,frames_of
+from ..core.stacks import in_library,preempted_status,read_stack,report_folder,stack_file
+from ..core.stacks import state_file,users_frame
+from .forkserver import ForkServer,Output,command
 
 # %% ../../nbs/launch/01_watch.ipynb #wa05
 class Cause(IntEnum):
@@ -125,24 +125,20 @@ class Rank:
         self.is_notified = False # Whether the others were
         # whether the launcher has asked it to end, or killed it
         self.is_asked = self.is_killed = False
-        # why the launcher has killed it, the beginning of a sentence
-        self.why = ''
-        # where it was when the launcher has asked last, the end of a sentence; its stack at that time
-        self.where = self.trace = ''
+        self.why = ''    # Why the launcher has killed it, the beginning of a sentence
+        self.silent = '' # What is said of it, if it was asked, and has not written where it is
 
     def end(self, why:str):
-        """Kill it and its children, and note where it was. why: the beginning of a sentence; empty: another one has
-        failed, or the launcher was asked to end"""
+        """Kill it and its children. why: the beginning of a sentence; empty: another one has failed, or the launcher
+        was asked to end"""
         self.is_asked = self.is_killed = True
-        if why: self.why = f'{why}: it {self.ask()}'
+        self.why = why
         self.proc.kill_group()
 
-    def ask(self)->str:
-        "Where it is, the end of a sentence"
-        frames,self.where = place_of(self.proc.pid, self.folder/'stack.txt')
-        # without what called the user's code
-        self.trace = _text(takewhile(lambda o: not o.file.startswith(_here), frames))
-        return self.where
+    def where(self)->tuple:
+        "(where it was when the launcher has asked, the end of a sentence; its `Frame`s)"
+        _,frames = read_stack(self.folder/stack_file)
+        return describe_stack(frames) if frames else self.silent,frames
 
     def was_ended(self)->bool:
         "Whether the launcher has ended it. What a signal of the system has killed before died by itself"
@@ -154,11 +150,6 @@ class Rank:
         o = json.loads(file.read_text()) if file.exists() else {}
         return o if 'trace' in o else {}
 
-    def newest_state(self)->str:
-        "What it has left by `note_state`; '' if nothing"
-        file = self.folder/state_file
-        return file.read_text() if file.exists() else ''
-
     def failure(self)->RankFailure:
         "None if it runs, or has ended well"
         code,o = self.proc.poll(),self.report()
@@ -167,12 +158,15 @@ class Rank:
             o['cause'],o['frames'] = Cause(o['cause']),[Frame(*f) for f in o['frames']]
             return RankFailure(rank=self.rank, **o)
         if ended_well(code): return None
-        how = dict(rank=self.rank, code=code, time=self.seen or time.time(), where=self.where)
+        where,frames = self.where()
+        how = dict(rank=self.rank, code=code, time=self.seen or time.time(), where=where)
         if self.was_ended():
             cause = Cause.late if self.why else Cause.stopped
-            text = self.why or 'ended by the launcher'
-            return RankFailure('TimeoutError', text, self.trace, cause=cause, **how)
-        what,frames = read_crash(self.folder/'crash.txt')
+            text = f'{self.why}: it {where}' if self.why else 'ended by the launcher'
+            # without what called the user's code
+            trace = _text(takewhile(lambda o: not o.file.startswith(_here), frames))
+            return RankFailure('TimeoutError', text, trace, cause=cause, **how)
+        what,frames = read_stack(self.folder/stack_file)
         text = describe_exit(code)+', without an exception'*(code > 0)
         if what: text = f'{describe_exit(code)} ({what}, {users_frame(frames)})'
         cause = Cause.outside if code in _outside else Cause.died
@@ -226,89 +220,84 @@ def _shortened(text, n):
 # %% ../../nbs/launch/01_watch.ipynb #wa15
 class Watch:
     "Watches the ranks of this machine until all have ended: notifies them when one leaves, and ends what has to end"
-    def __init__(self, ranks, outputs=(), wait_s=0, log_s=60, timeout_s=None, grace_s=0, term_s=30):
+    def __init__(self, ranks, outputs=(), wait_s=0, timeout_s=None, grace_s=0, term_s=30):
         """ranks: `Rank`s; outputs: what they print, as of `forkserver.Output`; wait_s: seconds that ranks may run after
-        the first has ended well; 0: no limit; log_s: seconds after which ranks that still run are first reported;
-        timeout_s: seconds for all of them; None: no limit; grace_s: seconds that the others may go on after a failure;
-        0: they get SIGTERM at once; term_s: seconds that they have to end after a signal"""
+        the first has ended well; 0: no limit; timeout_s: seconds for all of them; None: no limit; grace_s: seconds that
+        the others may go on after a failure; 0: they get SIGTERM at once; term_s: seconds that they have to end after
+        a signal"""
         self.ranks = ranks
         self.outputs = [*outputs]
-        self.wait_s = wait_s or float('inf')
-        self.log_s = log_s
-        self.grace_s,self.term_s = grace_s,term_s
+        self.wait_s,self.grace_s,self.term_s = wait_s,grace_s,term_s
         self.signal = None # That the ranks are to get
         self.failed = None # The first `Rank` that has failed
-        self.since = None  # When the first one ended well, while others run
-        self.store = None  # Of the ranks, if it is a file
-        # when they will be killed, and why
-        self.end_at = timeout_s and time.monotonic()+timeout_s
-        self.why = f'still running after {timeout_s} s'
+        self.log_at = 0    # When ranks that still run are reported; 0: none has ended well yet
+        self.store = None  # Of the ranks
+        self.end_at,self.why = None,'' # When they will be killed, and why
+        if timeout_s: self.end_within(timeout_s, f'still running after {timeout_s} s')
+
+    def end_within(self, seconds:float, why:str=''):
+        "Kill what still runs then, unless it is killed before. why: as of `Rank.end`"
+        at = time.monotonic()+seconds
+        if self.end_at is None or at < self.end_at: self.end_at,self.why = at,why
 
     def look(self)->list:
         "Check all ranks once. returns: those that run"
-        now = time.monotonic()
         running = [o for o in self.ranks if o.proc.poll() is None]
         done = [o for o in self.ranks if o not in running]
         for o in done:
             o.seen = o.seen or time.time()
             o.is_notified = o.is_notified or self._notify_others(o, len(running))
-        failed = next((o for o in done if not ended_well(o.proc.poll())), None)
-        self.since = (self.since or now) if running and done and not failed else None
-        if self.since: self._wait_for(running, done, now-self.since)
-        if failed and not self.failed: self._after_failure(failed, running, now)
+        failed = [o for o in done if not ended_well(o.proc.poll())]
+        if failed and not self.failed: self._after_failure(failed[0], running)
+        if done and running and not failed: self._after_end(done[0], running)
         return running
 
     def _notify_others(self, o, n_running):
         "Returns whether that is done, or cannot be done"
         # no rank still runs that could wait for it
         if not n_running and int(o.env.get('WORLD_SIZE', 0)) <= len(self.ranks): return True
+        has_ended = ended_well(o.proc.poll())
+        is_file = 'LEARNERDIST_INIT_METHOD' in o.env
         # at the end of a good run all end within moments, and with rank 0 its store: c10d would try for 11 s
-        is_new = ended_well(o.proc.poll()) and time.time()-o.seen < 2
-        if is_new and 'LEARNERDIST_INIT_METHOD' not in o.env: return False
-        with suppress(OSError, RuntimeError): # the store has ended with its host
-            from learnerdist.core.env import record_exit
-            try: store = self._connect(o.env)
-            # perhaps rank 0, which runs the store, is still importing; if it was here, its store has ended with it
-            except ConnectionRefusedError:
-                has_ended = self.ranks[0].rank == 0 or ended_well(o.proc.poll())
-                return has_ended and not n_running
-            if store: record_exit(store, o.rank, o.exit())
+        if has_ended and not is_file and time.time()-o.seen < 2: return False
+        from learnerdist.core.env import connect_store,record_exit,try_address
+        try:
+            if not is_file: try_address(o.env)
+            # it stays open, since the last one to close a file removes it
+            self.store = self.store or connect_store(o.env, timeout_s=5)
+            record_exit(self.store, o.rank, o.exit())
+        # perhaps rank 0, which runs the store, is still importing; if it was here, its store has ended with it
+        except ConnectionRefusedError: return not n_running and (has_ended or self.ranks[0].rank == 0)
+        except (OSError, RuntimeError): pass # the store has ended with its host
         return True
 
-    def _connect(self, env):
-        from learnerdist.core.env import connect_store
-        # stays open, since the last one to close the file removes it
-        if env.get('LEARNERDIST_INIT_METHOD', '').startswith('file:'):
-            self.store = self.store or connect_store(env)
-            return self.store
-        # c10d would try to reach a host that has left
-        if 'MASTER_ADDR' in env:
-            socket.create_connection((env['MASTER_ADDR'], int(env['MASTER_PORT'])), 3).close()
-        return connect_store(env, timeout_s=5)
+    def _after_end(self, first, running):
+        now = time.monotonic()
+        after = f'after rank {first.rank} had ended'
+        if not self.log_at:
+            self.log_at = now+60
+            why = f'ended by the launcher, since it still ran {self.wait_s:g} s {after}'
+            if self.wait_s: self.end_within(self.wait_s, why)
+        elif now > self.log_at and not self.signal:
+            self.log_at = float('inf')
+            self._ask(running)
+            for o in running: log(f'rank {o.rank} still runs a minute {after}: it {o.where()[0]}')
 
-    def _wait_for(self, running, done, waited_s):
-        running = [o for o in running if not o.is_asked] # others have not gone yet
-        after = f'{waited_s:.0f} s after rank {min(o.rank for o in done)} had ended'
-        if waited_s > self.wait_s:
-            for o in running: o.end(f'ended by the launcher, since it still ran {after}')
-        elif waited_s > self.log_s:
-            self.log_s *= 2
-            for o in running: log(f'rank {o.rank} still runs {after}: it {o.ask()}')
-
-    def _after_failure(self, failed, running, now):
+    def _after_failure(self, failed, running):
         self.failed = failed
-        if failed.failure().is_absence():
-            for o in running: o.ask()
-        if not self.grace_s: self.stop(running, signal.SIGTERM)
-        elif not self.end_at or now+self.grace_s < self.end_at:
-            self.end_at = now+self.grace_s
-            after = f'{self.grace_s} s after rank {failed.rank} failed'
-            self.why = f'ended, because it still ran {after}'
+        if failed.failure().is_absence(): self._ask(running)
+        why = f'ended, because it still ran {self.grace_s} s after rank {failed.rank} failed'
+        if self.grace_s: self.end_within(self.grace_s, why)
+        else: self.stop(running, signal.SIGTERM)
+
+    def _ask(self, running):
+        "Let these ranks write where they are"
+        for o in running: o.silent = ask_stack(o.proc.pid)
+        time.sleep(.3)
 
     def stop(self, running, sig):
         "Send these ranks a signal; what still runs after `term_s` seconds is killed"
-        self.end_at = time.monotonic()+self.term_s
-        self.why = ''
+        self.end_within(self.term_s)
         for o in running:
             o.is_asked = True
             # a stopped process handles signals only after SIGCONT
@@ -330,6 +319,7 @@ class Watch:
                 sent = self.signal
                 self.stop(running, sent)
             if self.end_at and time.monotonic() > self.end_at:
+                if self.why: self._ask(running)
                 for o in running: o.end(self.why)
                 self.end_at += 5 # and again
             self.listen(running)
@@ -351,6 +341,7 @@ class Job:
     def __init__(self, args, target:list, server:ForkServer, folder:Path):
         """args: parsed options of the command; target: what each rank runs, as `python` takes it; folder: for reports,
         and for what ranks meet by"""
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs,Std
         self.args,self.target = args,target
         self.server,self.folder = server,folder
         self.run_id = f'{time.time():.0f}-{os.getpid()}'
@@ -360,9 +351,10 @@ class Job:
         self.watch = Watch([]) # Of this attempt
         self.ranks,self.outputs = [],[]
         self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.9
-        self.traces = None # The file of tracebacks, once there are any
-        self.state = ''    # Where the newest state is, of earlier attempts
-        self.shown = str(getattr(args, 'debug_rank', None) or 0) # The rank that has the terminal
+        self.shown = str(args.debug_rank or 0) # The rank that has the terminal
+        few = args.local_ranks_filter and {*map(int, args.local_ranks_filter.split(','))}
+        kept,also_shown = Std.from_str(args.redirects),Std.from_str(args.tee)
+        self.logs = DefaultLogsSpecs(str(args.log_dir or folder), kept, also_shown, few)
 
     def handle(self, sig, frame=None):
         "Handle a signal: the ranks get it, and end"
@@ -372,61 +364,48 @@ class Job:
         """Start ranks, after the end of those before them. attempt: how often they have started before; envs: the
         environment of each rank, by local rank"""
         self.end()
-        name = f'{self.run_id}/attempt_{attempt}'
         args = self.args
         more = dict(RESTART_COUNT=attempt, MAX_RESTARTS=args.max_restarts, RUN_ID=self.run_id)
         more = {f'TORCHELASTIC_{k}': str(v) for k,v in more.items()}
+        envs = [more | env for env in envs]
         if not args.no_fork_server and not args.no_python: self.server.prepare(self.target, envs[0])
-        for i,env in enumerate(envs):
-            folder = self.folder/name/str(i)
-            folder.mkdir(parents=True)
-            env = {**more, **env, 'TORCHELASTIC_ERROR_FILE': f'{folder}/error.json'}
-            logs = Path(args.log_dir or self.folder)/name/str(i)
-            outs = [self._output(i, env['RANK'], o, logs) for o in ('stdout','stderr')]
-            fds = [0,*(o.writer if o else fd for fd,o in enumerate(outs, 1))]
-            with open(os.devnull) as null:
+        target = [*command,'--worker',str(os.getpid()),*self.target]
+        if args.no_python: target = self.target
+        logs = self.logs.reify(dict(enumerate(envs)))
+        with open(os.devnull) as null:
+            for i,env in enumerate(envs):
+                folder = self.folder/f'attempt_{attempt}'/str(i)
+                folder.mkdir(parents=True)
+                env['TORCHELASTIC_ERROR_FILE'] = f'{folder}/error.json'
+                outs = [0,1,2]
                 if args.debug_rank is not None and env['RANK'] != self.shown:
-                    fds[0],env['PYTHONBREAKPOINT'] = null.fileno(),'0'
-                if args.no_python: proc = spawn(self.target, env, fds)
-                else: proc = self.server.start(['--worker',str(os.getpid()),*self.target], env, fds)
-            for o in filter(None, outs): os.close(o.writer)
-            self.outputs += filter(None, outs)
-            self.ranks.append(Rank(proc, env, folder))
+                    outs[0],env['PYTHONBREAKPOINT'] = null.fileno(),'0'
+                if logs.stdouts[i] or env['RANK'] != self.shown:
+                    outs[1] = self._output(i, env, 'stdout', logs.stdouts[i], logs.tee_stdouts)
+                if logs.stderrs[i] or env['RANK'] != self.shown:
+                    outs[2] = self._output(i, env, 'stderr', logs.stderrs[i], logs.tee_stderrs)
+                self.ranks.append(Rank(self.server.start(target, env, outs), env, folder))
         watch = Watch(self.ranks, self.outputs, args.wait, term_s=self.term_s)
         watch.signal = self.watch.signal # that has come meanwhile
         self.watch = watch
 
-    def _output(self, i, rank, name, folder):
-        "Where one of its streams goes; None: to that of the launcher, as rank 0's does by default"
-        from torch.distributed.elastic.multiprocessing import Std,to_map
-        args = self.args
-        bit = Std.OUT if name == 'stdout' else Std.ERR
-        def has(option): return bool(bit & to_map(Std.from_str(option), i+1)[i])
-        red,tee = has(args.redirects),has(args.tee)
-        chosen = not args.local_ranks_filter or str(i) in args.local_ranks_filter.split(',')
-        shown = chosen and (tee or not red)
-        if rank == self.shown and shown and not tee: return None
-        template = Template(args.log_line_prefix_template or '[r${rank}] ')
-        label = template.safe_substitute(rank=rank, local_rank=i)
-        if not red and not tee: return Output(label, name*shown)
-        folder.mkdir(parents=True, exist_ok=True)
-        return Output(label, name*shown, open(folder/f'{name}.log', 'wb', buffering=0))
-
-    def newest_state(self)->str:
-        "Where the newest state of the run is; '' if no rank of this machine has said so"
-        return next(filter(None, (o.newest_state() for o in self.ranks)), self.state)
+    def _output(self, i, env, stream, file, shown):
+        "Where one of a rank's streams goes"
+        template = Template(self.args.log_line_prefix_template or '[r${rank}] ')
+        label = template.safe_substitute(rank=env['RANK'], local_rank=i)
+        if file: res = Output(label, stream*(i in shown), open(file, 'wb', buffering=0))
+        else: res = Output(label, stream)
+        self.outputs.append(res)
+        return res
 
     def report_state(self, status:int):
         "Say where the newest state is. status: of the launcher, after a failure or a signal"
-        where = self.newest_state()
-        was_asked = status == 128+signal.SIGTERM
-        if where: log(f'the newest state is {where}, from which fit(resume=True) goes on')
-        why = 'ended by SIGTERM before this launch saved a state'
-        if was_asked and not where: log(f'{why}: earlier states are as they were')
+        file = self.folder/state_file
+        if file.exists(): log(f'the newest state is {file.read_text()}, from which fit(resume=True) goes on')
+        elif status == 128+signal.SIGTERM: log('ended by SIGTERM before it saved a state: earlier ones are as they were')
 
     def end(self):
         "End what still runs of the ranks"
-        self.state = self.newest_state()
         for o in self.ranks: o.proc.close()
         for o in self.outputs: o.close()
         for o in (self.ranks,self.outputs): o.clear()
@@ -437,16 +416,14 @@ class Job:
         res = explain(found, self.ranks)
         own = [o for o in found if o.cause in (Cause.raised,Cause.noticed)]
         text = '\n'.join(f'rank {o.rank}:\n{o.trace}' for o in own)
-        if self.args.verbose or not text: return res
-        try: return [*res, f'all tracebacks: {self._keep(text)} (--verbose prints them)']
+        if not text: return res
+        if self.args.verbose: return [*res, text]
+        try:
+            # a file that no other user can foresee or read
+            fd,name = tempfile.mkstemp('.txt', 'learnerdist-tracebacks-', self.args.log_dir)
+            with open(fd, 'w') as f: f.write(text)
         except OSError as e: return [*res, f'no file of all tracebacks ({e}): --verbose prints them']
-
-    def _keep(self, text)->str:
-        "Write a text to a file, which no other user can foresee or read; its name"
-        names = dict(prefix='learnerdist-tracebacks-', suffix='.txt', dir=self.args.log_dir)
-        self.traces = self.traces or tempfile.NamedTemporaryFile(buffering=0, delete=False, **names)
-        self.traces.write(text.encode())
-        return self.traces.name
+        return [*res, f'all tracebacks: {name} (--verbose prints them)']
 
     def status(self, sig:int=None)->int:
         """The launcher's exit status: of the rank that failed first, or 128 plus the number of a signal. sig: that has
@@ -509,15 +486,11 @@ def launch(args, target:list, server:ForkServer, run:Callable=run_here)->int:
     the `Job`; returns the exit status"""
     # one PYTHONHASHSEED: the same orders of sets on all ranks
     os.environ.setdefault('PYTHONHASHSEED', '0')
-    os.environ.setdefault('LEARNERDIST_QUIET', str(int(not args.verbose)))
     with ExitStack() as stack:
         job = Job(args, target, server, stack.enter_context(launch_folder(args.on_failure)))
         for o in job.signals: stack.callback(signal.signal, o, signal.signal(o, job.handle))
-        status = None
-        try:
-            status = run(job)
-            if status: job.report_state(status)
-            return status
-        finally:
-            if status == 0: job.ranks.clear() # processes that a successful script leaves may go on, as under `python`
-            job.end()
+        stack.callback(job.end)
+        status = run(job)
+        if status: job.report_state(status)
+        else: job.ranks.clear() # processes that a successful script leaves may go on, as under `python`
+        return status
