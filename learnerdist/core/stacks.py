@@ -77,6 +77,7 @@ def coded(code:str, message:str)->str:
     "A message with its code, and the command that explains it"
     return f'[{code}] {message} (learnerdist explain {code})'
 
+# %% ../../nbs/core/00_stacks.ipynb #c005e
 def warn(code:str, message:str):
     "A warning at the line of the user's code that has led here, in place of ours. code: its entry in docs/messages.md"
     if not _warned: atexit.register(count_warnings)
@@ -137,7 +138,6 @@ def ask_stack(pid:int)->str:
     if caught>>ask-1 & 1: os.kill(pid, ask)
     return f'does not answer (process {pid})'
 
-# %% ../../nbs/core/00_stacks.ipynb #c009d
 def read_stack(file:Path)->tuple:
     """What `leave_stacks` has written last. returns: the kind of crash (None if there was none), and the frames: of the
     thread that crashed, or of the main thread"""

@@ -32,61 +32,7 @@ def absent(e)->TimeoutError:
     what = re.sub(r'^\[.*?\] *', '', str(e).splitlines()[0]) # without the place in gloo's source
     return TimeoutError(f'{absence}: {what}').with_traceback(e.__traceback__)
 
-# %% ../../nbs/distributed/04_failure.ipynb #c008
-@contextmanager
-def failing_together(undo):
-    """If one rank leaves the body by an exception, the others are freed, and raise a `RankError` that carries it. All
-    wait for rank 0. `undo` releases the wrapped model and the group: it is called at the end, in any case, once or
-    twice"""
-    read_launcher()
-    if num_distrib()<2 and group_size()<2:
-        try: yield
-        finally: undo()
-        return
-    # without a descriptor "too many open files" could not be told to the others
-    spare = open(os.devnull)
-    key = f'first-failure/{count("section")}'
-    next_phase()
-    section.append(key)
-    try:
-        yield
-    except (Exception,SystemExit) as e:
-        spare.close()
-        err = _first(e, key)
-        if err is e: raise
-        raise err.with_traceback(e.__traceback__) from None # where this rank waited
-    except BaseException: # an interrupt
-        close_group(failed=True)
-        raise
-    else:
-        next_phase()
-        _announce_exit(f'{key}/out')
-        undo() # frees a rank that waits for this one
-        _after_rank0(f'{key}/through')
-    finally:
-        spare.close()
-        section.remove(key)
-        undo()
-
 # %% ../../nbs/distributed/04_failure.ipynb #c008b
-def _announce_exit(key):
-    "For a rank 0 that still waits for this one"
-    rank,store = own_rank(),shared_store()
-    with suppress(dist.DistNetworkError):
-        how = f'has left the context ({users_frame(frames_of_caller())})'
-        report = dict(rank=rank, kind='exit', message=how)
-        if rank and store is not None: store.set(key, json.dumps(report))
-
-def _after_rank0(key, timeout_s=600):
-    """Wait until rank 0 is through, but not longer than `timeout_s` seconds: the files which it has written in the
-    section are there"""
-    store = shared_store()
-    # without a launcher rank 0 runs the store, and may have left
-    with suppress(dist.DistNetworkError):
-        if store is None: return
-        if own_rank(): wait_key(store, key, timeout_s, 0)
-        else: store.set(key, '')
-
 def _first(e, key):
     """What to raise on this rank: `e`, or the failure of another rank that caused it. Closes the group, which frees the
     other ranks"""
@@ -98,7 +44,6 @@ def _first(e, key):
         return e if is_ours else first_failure(key, timeout_s=5) or e
     except dist.DistError as lost: return _cut_off(e, lost)
 
-# %% ../../nbs/distributed/04_failure.ipynb #c008c
 def _check_link():
     """DistNetworkError if the machine of the launch's store does not answer: requests to it would block for a quarter
     of an hour"""
@@ -107,6 +52,7 @@ def _check_link():
     except (ConnectionRefusedError,socket.gaierror): pass # it answers; its name is not known here
     except OSError as e: raise dist.DistNetworkError(str(e)) from e
 
+# %% ../../nbs/distributed/04_failure.ipynb #c008c
 def _record(e, key):
     "The exception, and whether it began on this rank; then it is in the store before the other ranks are freed"
     text = str(e).lower()
@@ -127,3 +73,53 @@ def _cut_off(e, lost):
     host = 'its launcher' if is_agents else 'rank 0, which runs it,'
     why = f'{host} has ended, or the machine or the link to it is gone'
     return ConnectionError(f'{socket.gethostname()} cannot reach {where}: {why} ({lost})')
+
+# %% ../../nbs/distributed/04_failure.ipynb #c008
+@contextmanager
+def failing_together(undo):
+    """If one rank leaves the body by an exception, the others are freed, and raise a `RankError` that carries it. All
+    wait for rank 0. `undo` releases the wrapped model and the group: it is called at the end, in any case, once or
+    twice"""
+    read_launcher()
+    if num_distrib()<2 and group_size()<2:
+        try: yield
+        finally: undo()
+        return
+    key = f'first-failure/{count("section")}'
+    next_phase()
+    section.append(key)
+    try:
+        yield
+    except (Exception,SystemExit) as e:
+        err = _first(e, key)
+        if err is e: raise
+        raise err.with_traceback(e.__traceback__) from None # where this rank waited
+    except BaseException: # an interrupt
+        close_group(failed=True)
+        raise
+    else:
+        next_phase()
+        _announce_exit(f'{key}/out')
+        undo() # frees a rank that waits for this one
+        _after_rank0(f'{key}/through')
+    finally:
+        section.remove(key)
+        undo()
+
+def _announce_exit(key):
+    "For a rank 0 that still waits for this one"
+    rank,store = own_rank(),shared_store()
+    with suppress(dist.DistNetworkError):
+        how = f'has left the context ({users_frame(frames_of_caller())})'
+        report = dict(rank=rank, kind='exit', message=how)
+        if rank and store is not None: store.set(key, json.dumps(report))
+
+def _after_rank0(key, timeout_s=600):
+    """Wait until rank 0 is through, but not longer than `timeout_s` seconds: the files which it has written in the
+    section are there"""
+    store = shared_store()
+    # without a launcher rank 0 runs the store, and may have left
+    with suppress(dist.DistNetworkError):
+        if store is None: return
+        if own_rank(): wait_key(store, key, timeout_s, 0)
+        else: store.set(key, '')
