@@ -77,6 +77,7 @@ def devices()->str:
         res += f'; {i}: {found.name}, {found.total_memory>>20} MiB'
     return res
 
+# %% ../nbs/04_command.ipynb #cmd10b
 def shared_memory()->str:
     at = '/dev/shm'
     size = shutil.disk_usage(at)

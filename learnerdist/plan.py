@@ -28,6 +28,21 @@ from .learner.learner import get_model
 from .learner.losses import batch_rows
 from .learner.schedule import TerminateOnNaNCallback
 
+# %% ../nbs/03_plan.ipynb #pln07
+class Size(NamedTuple):
+    "Bytes on a rank"
+    whole:int # with a replica of the model
+    part:int  # with shard=True
+
+def size_of(tensors, n:int)->Size:
+    "What tensors take up, whole or cut among `n` ranks; a number, such as a count of steps, is not cut"
+    whole,part = 0,0
+    for t in {id(t): t for t in tensors if isinstance(t, Tensor)}.values():
+        rows = math.prod((-(-t.shape[0]//n),*t.shape[1:])) if t.ndim else 1
+        whole = whole+t.nbytes
+        part = part+rows*t.element_size()
+    return Size(whole, part)
+
 # %% ../nbs/03_plan.ipynb #pln05
 class Traffic(TorchDispatchMode):
     "Counts the collectives of its body: calls, and bytes of the whole tensors"
@@ -49,21 +64,6 @@ class Traffic(TorchDispatchMode):
         return res
 
 _kinds = 'all-reduce','all-gather','reduce-scatter'
-
-# %% ../nbs/03_plan.ipynb #pln07
-class Size(NamedTuple):
-    "Bytes on a rank"
-    whole:int # with a replica of the model
-    part:int  # with shard=True
-
-def size_of(tensors, n:int)->Size:
-    "What tensors take up, whole or cut among `n` ranks; a number, such as a count of steps, is not cut"
-    whole,part = 0,0
-    for t in {id(t): t for t in tensors if isinstance(t, Tensor)}.values():
-        rows = math.prod((-(-t.shape[0]//n),*t.shape[1:])) if t.ndim else 1
-        whole = whole+t.nbytes
-        part = part+rows*t.element_size()
-    return Size(whole, part)
 
 # %% ../nbs/03_plan.ipynb #pln10
 def counted_hook(made):

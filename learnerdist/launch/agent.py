@@ -208,6 +208,7 @@ def choose_meeting(args):
     args.local_addr = args.local_addr or '127.0.0.1'
     os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
 
+# %% ../../nbs/launch/04_agent.ipynb #ag23b
 unanswered_s = 30 # After the time in which c10d reaches a machine that is there
 
 def _give_up(where):
@@ -233,6 +234,7 @@ def spec_of(args)->WorkerSpec:
         spec.master_addr,spec.master_port = endpoint
     return spec
 
+# %% ../../nbs/launch/04_agent.ipynb #ag23c
 def run_with_others(job:Job)->int:
     "Run the ranks of this machine, in a launch on several machines. returns: the launcher's exit status"
     args = job.args

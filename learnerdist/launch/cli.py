@@ -67,7 +67,6 @@ def get_parser()->argparse.ArgumentParser:
     res.print_help = print_help # for --help, which torch's parser has
     return res
 
-# %% ../../nbs/launch/05_cli.ipynb #op05v
 def _run(module, *args):
     "Run another command of ours; its exit status"
     return subprocess.run([sys.executable,'-m',module,*args]).returncode
@@ -173,6 +172,7 @@ def _check_debug(args):
     need(os.isatty(0), f'{option}: standard input is no terminal, in which you could type')
     os.environ['LEARNERDIST_DEBUG_RANK'] = str(args.debug_rank) # see `patience`
 
+# %% ../../nbs/launch/05_cli.ipynb #c023b
 def _complete(args):
     "Fill in what these parsed options leave open. ValueError for what contradicts; OSError without a log folder"
     if args.log_dir: os.makedirs(args.log_dir, exist_ok=True)
@@ -224,7 +224,6 @@ def _worker(parent, argv):
         return 1
     return 0
 
-# %% ../../nbs/launch/05_cli.ipynb #c029
 def _report(e, status):
     "Report an exception, whose traceback loses the frames of this command and runpy at its start"
     ours = __file__,str(Path(__file__).with_name('__main__.py')),runpy.__file__,'<frozen runpy>'

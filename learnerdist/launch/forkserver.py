@@ -15,6 +15,18 @@ from pathlib import Path
 from ..core.hosts import n_cores
 from ..core.stacks import in_library,leave_stacks,report_folder,stack_file
 
+# %% ../../nbs/launch/00_forkserver.ipynb #im06
+def files_of(argv, path):
+    "The files that run: the script; or the packages of a module, then the module. argv, path: as in `first_lines`"
+    if argv[0] != '-m': yield argv[0]
+    parts = argv[1].split('.') if argv[0] == '-m' else []
+    for i in range(len(parts)+1):
+        name = '.'.join([*parts,'__main__'][:i+1])
+        spec = PathFinder.find_spec(name, path) if parts and path else None
+        if spec is None: return
+        if spec.origin: yield spec.origin
+        path = spec.submodule_search_locations
+
 # %% ../../nbs/launch/00_forkserver.ipynb #im05
 _known = """torch torchvision torchaudio numpy scipy pandas sklearn matplotlib PIL tqdm yaml
 fastai fastcore fastprogress learnerdist"""
@@ -48,18 +60,6 @@ def _is_theirs(name, path):
     if name not in known or name in sys.modules: return name in known
     spec = PathFinder.find_spec(name, path)
     return spec is not None and in_library(spec.origin or '')
-
-# %% ../../nbs/launch/00_forkserver.ipynb #im06
-def files_of(argv, path):
-    "The files that run: the script; or the packages of a module, then the module. argv, path: as in `first_lines`"
-    if argv[0] != '-m': yield argv[0]
-    parts = argv[1].split('.') if argv[0] == '-m' else []
-    for i in range(len(parts)+1):
-        name = '.'.join([*parts,'__main__'][:i+1])
-        spec = PathFinder.find_spec(name, path) if parts and path else None
-        if spec is None: return
-        if spec.origin: yield spec.origin
-        path = spec.submodule_search_locations
 
 # %% ../../nbs/launch/00_forkserver.ipynb #fk06
 def enter(argv:list):
@@ -190,6 +190,47 @@ def spawn(args:list, env:dict, outs:list, more:list=())->Process:
     proc.returncode = 0 # `Process` waits for it, `proc` does not
     return Process(proc.pid)
 
+# %% ../../nbs/launch/00_forkserver.ipynb #rk07
+class Output:
+    "What a rank prints on one stream: read from a pipe, and shown in whole lines, each after a label"
+    def __init__(self, label:str, stream:str='', file=None):
+        """label: before each line; stream: 'stdout' or 'stderr', where it is shown; empty: nowhere; file: a file that
+        gets it without labels"""
+        self.label = label
+        self.stream,self.file = stream,file
+        self.part = b'' # The beginning of a line
+        self.reader,self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+
+    def fileno(self)->int:
+        "Of the end that is read"
+        return self.reader
+
+    def show(self)->bool: # Whether more may come
+        "Show what has come"
+        try: text = os.read(self.reader, 1<<20)
+        except BlockingIOError: return True
+        if self.file: self.file.write(text)
+        *lines,self.part = (self.part+text).split(b'\n')
+        self._write(lines)
+        return bool(text)
+
+    def _write(self, lines):
+        if not lines or not self.stream: return
+        out = getattr(sys, self.stream)
+        for line in lines:
+            # the label is where a terminal shows it: after the last return
+            before,cr,rest = line.decode(errors='replace').rstrip('\r').rpartition('\r')
+            out.write(f'{before}{cr}{self.label}{rest}\n')
+        out.flush()
+
+    def close(self):
+        "Show the rest; what ranks' children print from now on is lost"
+        self.show() # all that the pipe holds
+        if self.part: self._write([self.part])
+        if self.file: self.file.close()
+        os.close(self.reader)
+
 # %% ../../nbs/launch/00_forkserver.ipynb #fk10b
 command = sys.executable,'-u','-m','learnerdist.launch'
 
@@ -279,44 +320,3 @@ def seed_alike():
     random.seed(seed)
     if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(seed)
     if 'torch' in sys.modules: sys.modules['torch'].manual_seed(seed)
-
-# %% ../../nbs/launch/00_forkserver.ipynb #rk07
-class Output:
-    "What a rank prints on one stream: read from a pipe, and shown in whole lines, each after a label"
-    def __init__(self, label:str, stream:str='', file=None):
-        """label: before each line; stream: 'stdout' or 'stderr', where it is shown; empty: nowhere; file: a file that
-        gets it without labels"""
-        self.label = label
-        self.stream,self.file = stream,file
-        self.part = b'' # The beginning of a line
-        self.reader,self.writer = os.pipe()
-        os.set_blocking(self.reader, False)
-
-    def fileno(self)->int:
-        "Of the end that is read"
-        return self.reader
-
-    def show(self)->bool: # Whether more may come
-        "Show what has come"
-        try: text = os.read(self.reader, 1<<20)
-        except BlockingIOError: return True
-        if self.file: self.file.write(text)
-        *lines,self.part = (self.part+text).split(b'\n')
-        self._write(lines)
-        return bool(text)
-
-    def _write(self, lines):
-        if not lines or not self.stream: return
-        out = getattr(sys, self.stream)
-        for line in lines:
-            # the label is where a terminal shows it: after the last return
-            before,cr,rest = line.decode(errors='replace').rstrip('\r').rpartition('\r')
-            out.write(f'{before}{cr}{self.label}{rest}\n')
-        out.flush()
-
-    def close(self):
-        "Show the rest; what ranks' children print from now on is lost"
-        self.show() # all that the pipe holds
-        if self.part: self._write([self.part])
-        if self.file: self.file.close()
-        os.close(self.reader)

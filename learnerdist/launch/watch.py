@@ -179,6 +179,22 @@ class Rank:
         if o and o['cause'] != Cause.noticed: return {k: o[k] for k in ('kind','message','trace')}
         return dict(kind='exit', message=describe_exit(self.proc.poll()))
 
+# %% ../../nbs/launch/01_watch.ipynb #wa11b
+def _traceback(frames):
+    "Further lines, as Python prints them: the innermost frame last"
+    # None: it reads the source
+    entries = [(o.file,o.line,o.name,None) for o in reversed(frames)]
+    return ''.join(['\n',*traceback.format_list(entries)]).rstrip()
+
+def _shortened(text, n):
+    """The first line of a text and its last ones, at most `n`: an exception of a loader's worker ends with its own
+    traceback"""
+    lines = text.splitlines()
+    if len(lines) <= n: return text
+    n_first = min(1, n-1)
+    last = lines[n_first-n:]
+    return '\n'.join([*lines[:n_first], f'… {last[0]}', *last[1:]])
+
 # %% ../../nbs/launch/01_watch.ipynb #wa12
 def failures(ranks:list)->list:
     "How ranks have failed. ranks: `Rank`s that have ended; returns: `RankFailure`s, the cause first"
@@ -201,21 +217,6 @@ def explain(found:list, ranks:list=())->list:
     if not first.is_absence(): return [head+_traceback(first.frames[:3]), *rest]
     places = sorted((o.rank,f'  rank {o.rank} {o.where}') for o in found if o.where)
     return [head, *[o for _,o in places[:12]]]
-
-def _traceback(frames):
-    "Further lines, as Python prints them: the innermost frame last"
-    # None: it reads the source
-    entries = [(o.file,o.line,o.name,None) for o in reversed(frames)]
-    return ''.join(['\n',*traceback.format_list(entries)]).rstrip()
-
-def _shortened(text, n):
-    """The first line of a text and its last ones, at most `n`: an exception of a loader's worker ends with its own
-    traceback"""
-    lines = text.splitlines()
-    if len(lines) <= n: return text
-    n_first = min(1, n-1)
-    last = lines[n_first-n:]
-    return '\n'.join([*lines[:n_first], f'… {last[0]}', *last[1:]])
 
 # %% ../../nbs/launch/01_watch.ipynb #wa15
 class Watch:
