@@ -250,7 +250,7 @@ class Watch:
             o.is_notified = o.is_notified or self._notify_others(o, len(running))
         failed = [o for o in done if not ended_well(o.proc.poll())]
         if failed and not self.failed: self._after_failure(failed[0], running)
-        if done and running and not failed: self._after_end(done[0], running)
+        if done and running and not failed and not self.signal: self._after_end(done[0], running)
         return running
 
     def _notify_others(self, o, n_running):
@@ -279,7 +279,7 @@ class Watch:
             self.log_at = now+60
             why = f'ended by the launcher, since it still ran {self.wait_s:g} s {after}'
             if self.wait_s: self.end_within(self.wait_s, why)
-        elif now > self.log_at and not self.signal:
+        elif now > self.log_at:
             self.log_at = float('inf')
             self._ask(running)
             for o in running: log(f'rank {o.rank} still runs a minute {after}: it {o.where()[0]}')
@@ -298,7 +298,8 @@ class Watch:
 
     def stop(self, running, sig):
         "Send these ranks a signal; what still runs after `term_s` seconds is killed"
-        self.end_within(self.term_s)
+        self.end_at = time.monotonic()+self.term_s
+        self.why = ''
         for o in running:
             o.is_asked = True
             # a stopped process handles signals only after SIGCONT
