@@ -138,7 +138,8 @@ class Agent(SimpleElasticAgent):
         keep_alive()
         again = f'restart {self.attempt} of {spec.max_restarts}'
         if failures(self.job.ranks): log(*self.job.explain(), again)
-        run_id,addr,port = handler.get_run_id(),group.master_addr,group.master_port
+        run_id = handler.get_run_id()
+        addr,port = group.master_addr,group.master_port
         of_all = dict(MASTER_ADDR=addr, MASTER_PORT=port, TORCHELASTIC_RUN_ID=run_id)
         of_all |= dict(GROUP_RANK=group.group_rank, GROUP_WORLD_SIZE=group.group_world_size)
         of_all |= dict(ROLE_NAME=spec.role, LOCAL_WORLD_SIZE=spec.local_world_size)

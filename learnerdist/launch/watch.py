@@ -152,10 +152,11 @@ class Rank:
 
     def failure(self)->RankFailure:
         "None if it runs, or has ended well"
-        code,o = self.proc.poll(),self.report()
+        code = self.proc.poll()
         if code is None: return None
-        if o:
-            o['cause'],o['frames'] = Cause(o['cause']),[Frame(*f) for f in o['frames']]
+        if o := self.report():
+            o['cause'] = Cause(o['cause'])
+            o['frames'] = [Frame(*f) for f in o['frames']]
             return RankFailure(rank=self.rank, **o)
         if ended_well(code): return None
         where,frames = self.where()
@@ -228,7 +229,8 @@ class Watch:
         a signal"""
         self.ranks = ranks
         self.outputs = [*outputs]
-        self.wait_s,self.grace_s,self.term_s = wait_s,grace_s,term_s
+        self.wait_s = wait_s
+        self.grace_s,self.term_s = grace_s,term_s
         self.signal = None # That the ranks are to get
         self.failed = None # The first `Rank` that has failed
         self.log_at = 0    # When ranks that still run are reported; 0: none has ended well yet
@@ -461,8 +463,8 @@ def own_store():
 # %% ../../nbs/launch/01_watch.ipynb #jb08c
 def run_here(job:Job)->int:
     "Run the ranks of a launch on one machine, again after failures as the options say; the launcher's exit status"
-    args,attempt = job.args,0
-    n = args.nproc
+    args = job.args
+    n,attempt = args.nproc,0
     while True:
         store = own_store() # a new one: gloo's addresses of ranks that have ended stay in a store
         more = dict(MASTER_ADDR=store.host, MASTER_PORT=store.port, GROUP_RANK=0)
