@@ -51,7 +51,7 @@ def test_unknown_option(bad):
     (lambda v: EMA(evaluate=v), 'no', "evaluate='no': give True or False"), (Checkpoint, 5, 'path=5: give a folder, or an address'),
     (lambda v: Checkpoint('run', background=v), 'no', "background='no': give True or False"),
     (lambda v: make(picture()).fit(1, cbs=v), [EMA(.9),EMA(.99)], '2 EMAs in one fit, of which learn.ema is the last: give it one'),
-    (lambda v: getattr(RankObject(1, 2), v), 'recorder', 'recorder: the object is on the ranks.*r.run(lambda o: o.recorder, …)'),
+    (lambda v: getattr(RankObject(1), v), 'recorder', 'recorder: the object is on the ranks.*r.run(lambda o: o.recorder, …)'),
     (lambda v: plan(lambda: 0, v), 0, 'n=0: give a number of ranks from 1 up'), *[
     (lambda v: make(picture()).to_distributed(**v), {k: v}, f'{k}={v!r}: {what}') for k,v,what in (
         ('global_bs', 10**20, 'give the number of samples in a step'),
