@@ -9,19 +9,7 @@ __all__ = []
 import builtins,sys
 from inspect import cleandoc,isclass,isfunction
 
-# %% ../../nbs/core/06_docstrings.ipynb #dm05
-def is_interactive()->bool:
-    "Whether somebody types into this process: at Python's prompt, in IPython or in a notebook"
-    return hasattr(sys, 'ps1') or hasattr(builtins, 'get_ipython')
-
-def add_docments(objects):
-    """Add to docstrings what each parameter means, and what is returned, once. objects: functions and classes; of a
-    class, its constructor and public methods"""
-    for o in objects:
-        found = vars(o) if isclass(o) else {'': o}
-        for k,f in found.items():
-            if isfunction(f) and (k=='__init__' or k[:1]!='_'): add_text(f, meanings(f))
-
+# %% ../../nbs/core/06_docstrings.ipynb #dm05b
 def meanings(func)->str:
     "What the parameters of a function mean, in lines; empty without source"
     from fastcore.docments import docments
@@ -36,3 +24,16 @@ def add_text(func, text:str):
     if hasattr(func, 'has_docments'): return
     func.has_docments = True
     func.__doc__ = f"{cleandoc(func.__doc__ or '')}\n\n{text}".strip()
+
+# %% ../../nbs/core/06_docstrings.ipynb #dm05
+def is_interactive()->bool:
+    "Whether somebody types into this process: at Python's prompt, in IPython or in a notebook"
+    return hasattr(sys, 'ps1') or hasattr(builtins, 'get_ipython')
+
+def add_docments(objects):
+    """Add to docstrings what each parameter means, and what is returned, once. objects: functions and classes; of a
+    class, its constructor and public methods"""
+    for o in objects:
+        found = vars(o) if isclass(o) else {'': o}
+        for k,f in found.items():
+            if isfunction(f) and (k=='__init__' or k[:1]!='_'): add_text(f, meanings(f))

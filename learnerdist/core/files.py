@@ -84,6 +84,7 @@ def environment(**new):
         for k in new: os.environ.pop(k, None)
         os.environ.update({k: v for k,v in before.items() if v is not None})
 
+# %% ../../nbs/core/00_files.ipynb #kp07b
 @contextmanager
 def launch_folder(on_failure='restart'):
     """A new folder for the ranks that this process starts in the body. If it is in memory, they keep states there,

@@ -165,6 +165,21 @@ def map_seeded(f, items, parts, own=no_generators)->list:
         if before: set_rng_state(before)
     return res
 
+# %% ../../nbs/core/04_random.ipynb #unt02b
+def _undo(v):
+    "A call that puts back what a list, a dict or a tensor holds; None for other objects"
+    if type(v) is list: return partial(v.__setitem__, slice(None), v[:])
+    if isinstance(v, dict): return partial(_put_back, v, dict(v))
+    if isinstance(v, torch.Tensor) and not (v.requires_grad or v.is_inference()):
+        return partial(_fill, v, version(v), v.clone())
+
+def _put_back(d, was):
+    for k in d.keys()-was.keys(): del d[k]
+    d.update(was)
+
+def _fill(t, n, was): # one that has not changed stays untouched: a graph may hold it
+    if version(t)!=n: t.detach().copy_(was)
+
 # %% ../../nbs/core/04_random.ipynb #unt02
 @contextmanager
 def untouched(func):
@@ -206,21 +221,6 @@ def undoing(func):
             if isinstance(v, dict): v = v.values()
             elif not isinstance(v, (list,tuple)): v = [v]
             todo += [m for m in v if isinstance(m, torch.nn.Module)]
-
-# %% ../../nbs/core/04_random.ipynb #unt02b
-def _undo(v):
-    "A call that puts back what a list, a dict or a tensor holds; None for other objects"
-    if type(v) is list: return partial(v.__setitem__, slice(None), v[:])
-    if isinstance(v, dict): return partial(_put_back, v, dict(v))
-    if isinstance(v, torch.Tensor) and not (v.requires_grad or v.is_inference()):
-        return partial(_fill, v, version(v), v.clone())
-
-def _put_back(d, was):
-    for k in d.keys()-was.keys(): del d[k]
-    d.update(was)
-
-def _fill(t, n, was): # one that has not changed stays untouched: a graph may hold it
-    if version(t)!=n: t.detach().copy_(was)
 
 # %% ../../nbs/core/04_random.ipynb #c017
 class shared_rng:

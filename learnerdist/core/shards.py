@@ -32,6 +32,7 @@ def has_parts(model)->bool:
     "Whether a model is sharded"
     return a_part(model) is not None
 
+# %% ../../nbs/core/05_shards.ipynb #hb26b00c
 def model_name(model)->str:
     "The name of a model's class, without what FSDP2 puts before it"
     return (type(model).__mro__[2] if has_parts(model) else type(model)).__name__
@@ -47,6 +48,7 @@ def shard_position(like)->tuple:
     *replica,i = mesh.get_coordinate()
     return i,mesh.size(mesh.ndim-1),any(replica)
 
+# %% ../../nbs/core/05_shards.ipynb #hb26b00d
 def _cut(n, W, i):
     "The rows of part i of W, as `torch.chunk` cuts"
     return [min(-(-n//W)*o, n) for o in (i,i+1)]
@@ -61,6 +63,7 @@ def full_tensor(t:Tensor, dst:int=None):
     n = shard_position(t)[1] # of replicas, the first one's
     return None if parts is None else torch.cat(parts[:n])
 
+# %% ../../nbs/core/05_shards.ipynb #hb26b00e
 def shard_of(full:Tensor, like):
     """This rank's part of a tensor; ValueError if the shapes differ. full: on every rank; like: a part: that of `full`
     is cut as this one, and goes where this one is"""
@@ -93,6 +96,7 @@ def memory_of(t)->tuple:
     own = local_part(t.detach())
     return storage_id(own),own.storage_offset(),tuple(t.shape)
 
+# %% ../../nbs/core/05_shards.ipynb #prt05b
 _mark = '__rows__' # In place of a part: its number among the rows, and the whole's shape
 
 def split_rows(state)->tuple:
@@ -183,6 +187,7 @@ def exchange_params(opt, new:dict, f):
         if vars(o).get('slow_weights') is not None:
             o.slow_weights = L(L(map(f, ps, ts)) for ps,ts in zip(o.param_lists, o.slow_weights))
 
+# %% ../../nbs/core/05_shards.ipynb #h7c2400e
 def state_part(p, t):
     "This rank's part of a tensor in the state of parameter `p`; ValueError if the tensor's shape is not that of `p`"
     if is_sharded(t): return t
