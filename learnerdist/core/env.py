@@ -157,7 +157,8 @@ def _connect(timeout_s):
         late = f'rank 0 cannot reach itself at {at}: is MASTER_ADDR an address of this machine?'
         why = 'cannot listen: is there another rank 0, or is the port taken?'
     try:
-        with after(5, lambda: print(late, file=sys.stderr, flush=True)): return connect_store(os.environ, timeout_s, me==0)
+        with after(5, lambda: print(late, file=sys.stderr, flush=True)):
+            return connect_store(os.environ, timeout_s, me==0)
     except dist.DistNetworkError as e:
         at += f' ({str(e).splitlines()[0]})'
         raise dist.DistNetworkError(f'rank {me} {why} MASTER_ADDR:MASTER_PORT={at}') from e

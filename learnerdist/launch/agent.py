@@ -252,7 +252,8 @@ def run_with_others(job:Job)->int:
     keep_alive()
     def interrupt(sig, frame): raise SignalException('', signal.Signals(sig))
     for o in job.signals: signal.signal(o, interrupt)
-    late = f'waits for the other machines, at {where}; does another launch have it? Then give each its own --rdzv-endpoint'
+    remedy = 'does another launch have it? Then give each its own --rdzv-endpoint'
+    late = f'waits for the other machines, at {where}; {remedy}'
     try:
         with after(5, lambda: agent.attempt or log(late)): agent.run()
         if not agent.attempt: return log(late) or 1 # torchrun took it for a spare machine

@@ -97,8 +97,8 @@ def fork_has_accelerator()->bool:
     "Whether a fork of this process can use the accelerator: none of the imports has used it, or counted devices"
     from learnerdist.core.compat import in_bad_fork
     pid = os.fork()
-    if not pid: os._exit(in_bad_fork())
-    return os.waitpid(pid, 0)[1] == 0
+    if not pid: os._exit(not in_bad_fork()) # an error would end in 0
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 # an optimizer and DDP import torch._dynamo, which takes as long as torch
 _trains = 'optim','Learner','DataParallel','DDP'
@@ -116,12 +116,12 @@ def serve(fd:int, argv:list)->list:
     try: is_good = preload(argv)
     except BaseException: is_good = False # the ranks will report it
     while is_good:
-        text,fds,_,_ = socket.recv_fds(sock, 1, 8)
-        if not text: break
+        message,fds,_,_ = socket.recv_fds(sock, 1<<20, 8)
+        if not message: break
         if not fork_for_launcher(sock):
             sock.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            return be_rank(env, *fds)
+            return be_rank(env, message, *fds)
         for o in fds: os.close(o)
     os._exit(0)
 
@@ -139,11 +139,11 @@ def fork_for_launcher(sock)->bool:
 
 pid_bytes = struct.Struct('i')
 
-def be_rank(before:dict, what:int, *fds:int)->list:
-    """In a fork: be a process of its own; returns its arguments. before: environment of the server; what, fds:
-    descriptors: of arguments and environment; and as of `ForkServer.start`"""
+def be_rank(before:dict, message:bytes, *fds:int)->list:
+    """In a fork: be a process of its own; returns its arguments. before: environment of the server; message: arguments
+    and environment of the rank; fds: as of `ForkServer.start`"""
     os.setsid()
-    with open(what, 'rb') as f: args,env = marshal.load(f)
+    args,env = marshal.loads(message)
     for i,o in enumerate(fds[:3]):
         os.dup2(o, i)
         os.close(o)
@@ -265,10 +265,8 @@ class ForkServer:
         "The process id of a fork; None if the server has ended"
         pid = None
         _adopt_orphans(True)
-        with suppress(OSError), os.fdopen(os.memfd_create('rank'), 'wb') as f:
-            marshal.dump((args,env), f)
-            f.seek(0)
-            socket.send_fds(self._sock, [b'.'], [f.fileno(),*fds])
+        with suppress(OSError): # the server has ended, or the environment is larger than a message
+            socket.send_fds(self._sock, [marshal.dumps((args,env))], fds)
             pid = self._sock.recv(pid_bytes.size)
             self._sock.recv(1) # returns when the fork is an orphan
         _adopt_orphans(False)

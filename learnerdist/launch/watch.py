@@ -405,8 +405,9 @@ class Job:
     def report_state(self, status:int):
         "Say where the newest state is. status: of the launcher, after a failure or a signal"
         file = self.folder/state_file
+        why = 'ended by SIGTERM before this launch saved a state'
         if file.exists(): log(f'the newest state is {file.read_text()}, from which fit(resume=True) goes on')
-        elif status == 128+signal.SIGTERM: log('ended by SIGTERM before it saved a state: earlier ones are as they were')
+        elif status == 128+signal.SIGTERM: log(f'{why}: earlier states are as they were')
 
     def end(self):
         "End what still runs of the ranks"
