@@ -395,8 +395,8 @@ class Job:
 
     def _output(self, i, env, stream, file, shown):
         "Where one of a rank's streams goes"
-        template = Template(self.args.log_line_prefix_template or '[r${rank}] ')
-        label = template.safe_substitute(rank=env['RANK'], local_rank=i)
+        given = getattr(self.args, 'log_line_prefix_template', None) # no option in torch 2.6
+        label = Template(given or '[r${rank}] ').safe_substitute(rank=env['RANK'], local_rank=i)
         if file: res = Output(label, stream*(i in shown), open(file, 'wb', buffering=0))
         else: res = Output(label, stream)
         self.outputs.append(res)
