@@ -403,7 +403,8 @@ def test_run():
 
 @pytest.mark.parametrize('args,gpus,n', [
     ([], '', 1), (['--nproc','3'], '', 3), ([], '4,5,6', 3), (['--nproc','auto'], '4,5,6', 3),
-    (['--nproc-per-node','auto'], '', 1), (['--nproc-per-node=2'], '4,5,6', 2), (['--nproc','1'], '4,5,6', 1), (['--gpus','0,2'], '4,5,6', 2), (['--gpus','0,2','--nproc','auto'], '4,5,6', 2)])
+    (['--nproc-per-node','auto'], '', 1), (['--nproc-per-node=2'], '4,5,6', 2),
+    (['--nproc','1'], '4,5,6', 1), (['--gpus','0,2'], '4,5,6', 2), (['--gpus','0,2','--nproc','auto'], '4,5,6', 2)])
 def test_nproc_follows_the_visible_gpus(args, gpus, n, monkeypatch):
     "A number that is given is read before torch is imported, too"
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', gpus)
