@@ -86,7 +86,6 @@ def shared_memory()->str:
     if size.free < 64<<20: raise OSError(f'{at} has {size.free>>20} MiB free: {remedy}')
     return f'{size.free>>20} of {size.total>>20} MiB free'
 
-# %% ../nbs/04_command.ipynb #cmd10b
 def ports()->str:
     "Whether other processes reach this one: on this machine, and by its name, as other machines would"
     with socket.create_server(('', 0)) as server:
