@@ -8,7 +8,7 @@ from common import all_close,bars,main,on_ranks,quartiles,ratio_text,ratios,slow
 from learnerdist.all import DataLoaders, Learner, ProgressCallback, all_sum, default_device, group_rank, group_size, process_group
 from learnerdist.core.collectives import gather_rows
 from learnerdist.data.loaders import to_device
-from learnerdist.data.sharding import undeal
+from learnerdist.data.dealing import undeal
 from step_time import installed,plain_loader,quiet,theirs
 from torch import nn
 from torch.nn.functional import cross_entropy

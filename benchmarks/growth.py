@@ -19,7 +19,7 @@ from learnerdist.core.env import current_group,group_rank,group_size,in_group,pr
 from learnerdist.distributed.vote_links import GlooLinks,Links,open_links
 from learnerdist.distributed.replica import SharedMean
 from learnerdist.launch.processes import share_of_cores
-from learnerdist.data.sharding import epoch_order
+from learnerdist.data.dealing import epoch_order
 from step_time import Task,as_way,bare,lr,ours,sgd,skip
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -89,7 +89,7 @@ def local_steps(task, secs):
 
 def vote(links, measure=per_call):
     "A vote"
-    def call(): cast(links, Message(more=True), 0)
+    def call(): cast(links, Message(yes=True), 0)
     together()
     return measure(call, 500)
 
@@ -232,7 +232,7 @@ def simulate(W=1024, n=2**20+5):
     shares = time.perf_counter()-start
     if not (seen==1).all() or max(lens)-min(lens)>1 or len(padded)!=1: raise SystemExit('the shares are no partition')
     told = votes(W, {700: 'epoch', 3: 'train', 1023: 'validate'})
-    if (told.scope,told.more,told.asked)!=('epoch',W-1,False): raise SystemExit(f'the votes of {W} ranks say {told}')
+    if (told.scope,told.n_yes,told.asked)!=('epoch',W-1,False): raise SystemExit(f'the votes of {W} ranks say {told}')
     return dict(ranks=W, n=n, longest=max(lens), shortest=min(lens), padded=padded.pop(), shares_s=shares)
 
 class QueueLinks(Links):
@@ -247,7 +247,7 @@ def votes(W, asks):
     "What the ranks of a vote hear, all of them the same"
     queues = {(r,(r-(1<<k))%W): SimpleQueue() for r in range(W) for k in range((W-1).bit_length())}
     def vote(r):
-        return cast(QueueLinks(r, W, queues), Message(scope=asks.get(r), more=r!=9), 0)
+        return cast(QueueLinks(r, W, queues), Message(scope=asks.get(r), yes=r!=9), 0)
     with ThreadPoolExecutor(W) as ex: told, = {*ex.map(vote, range(W))}
     return told
 

@@ -68,7 +68,7 @@ def measure_rank(W, folder):
         meter('opening a context', ctx.__enter__)
         meter('a fit of 16 steps', lambda: learn.fit(1))
         meter('the same, with 16 checkpoints', lambda: learn.fit(1, cbs=Checkpoint('states', every=1)))
-        meter('a vote', lambda: cast(learn.runner.links, Message(more=True), 0), 20)
+        meter('a vote', lambda: cast(learn.runner.links, Message(yes=True), 0), 20)
         meter('gather_objects', lambda: gather_objects(group_rank()), 20)
         ctx.__exit__(None, None, None)
     return meter.found

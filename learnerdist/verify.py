@@ -25,7 +25,7 @@ from .core.stacks import in_library,need
 from .data.distributed_dl import sample_hash,widened
 from .data.loaders import batch_shape,find_bs,loaders_of,one_batch
 from .data.rows import Samples,as_samples,listed
-from .data.sharding import count_parts
+from .data.dealing import count_parts
 from .checkpoint.checkpoint import Checkpoint
 from .distributed.comparison import few,tensor_hash
 from .distributed import engine

@@ -12,7 +12,7 @@ from helpers import Raise, weights
 from scenes import net, normed, scene
 from learnerdist.all import *
 from learnerdist.core.env import group_rank, group_size
-from learnerdist.data.sharding import epoch_order
+from learnerdist.data.dealing import epoch_order
 from learnerdist.testing import RanksError, run_ranks
 
 N,BS = 24,3 # 2 ranks take 4 steps an epoch, 3 ranks take 3 (the last one padded)

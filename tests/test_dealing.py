@@ -5,7 +5,7 @@ import pytest, torch
 from torch.utils.data import DataLoader, IterableDataset
 from learnerdist.data.distributed_dl import DistributedDL
 from learnerdist.data.loaders import TfmdDL
-from learnerdist.data.sharding import Deal, batch_count, check_rank, count_parts, epoch_order, mix_seed
+from learnerdist.data.dealing import Deal, batch_count, check_rank, count_parts, epoch_order, mix_seed
 
 class Numbers(IterableDataset):
     "A stream of 0, 1, …"

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from learnerdist.all import *
 from learnerdist.distributed import profiling
-from learnerdist.data.sharding import count_parts
+from learnerdist.data.dealing import count_parts
 from learnerdist.testing import run_ranks
 from test_scenes import same
 from harness import close

@@ -7,7 +7,7 @@ from torch.utils.data import (BatchSampler, ChainDataset, DataLoader, Dataset, D
                               SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info)
 from learnerdist.data.loaders import TfmdDL
 from learnerdist.data.distributed_dl import DistributedDL, in_order, is_split, reindexed, saves_place, set_epoch, shared_rng
-from learnerdist.data.sharding import epoch_order, undeal
+from learnerdist.data.dealing import epoch_order, undeal
 
 root = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

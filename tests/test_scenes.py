@@ -4,7 +4,7 @@ import pytest, torch
 from harness import Failed, close, needs_fsdp2
 import scenes as scenes_module
 from scenes import bias_adam, losses, make, rank_runs, rare, run, scenes
-from learnerdist.data.sharding import epoch_order
+from learnerdist.data.dealing import epoch_order
 from learnerdist.testing import run_ranks
 
 alone = functools.cache(scenes_module.alone)

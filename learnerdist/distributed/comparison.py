@@ -192,7 +192,7 @@ def structure(learn)->dict:
     return res|dict(loss_func=getattr(loss, '__qualname__', type(loss).__name__))
 
 def settings(learn, shares:list)->dict:
-    "By name: epochs, optimizer, hyperparameters, and the batch sizes of this rank's shards of the loaders"
+    "By name: epochs, optimizer, hyperparameters, and the batch sizes of this rank's shares of the loaders"
     groups = getattr(learn.opt, 'param_groups', ())
     res = dict(n_epoch=learn.n_epoch, optimizer=type(learn.opt).__name__, n_groups=len(groups))
     for i,dl in enumerate(shares): res[f'batch size of loader {i}'] = dl.dealer.global_bs or batch_shape(dl)[0]
@@ -282,7 +282,7 @@ def few(names:list)->str:
     return ', '.join(names[:3])+f' and {len(names)-3} more'*(len(names)>3)
 
 def order_of(dl)->dict:
-    """By name: hashes of the order from which a rank is dealt its shard, of its first items and, once it has been read,
+    """By name: hashes of the order from which a rank is dealt its share, of its first items and, once it has been read,
     of all. Nothing where all ranks compute it"""
     d = getattr(dl, 'dealer', None)
     if d is None or d.streams: return {}

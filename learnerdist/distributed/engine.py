@@ -24,7 +24,7 @@ from ..core.shards import groups_of,is_sharded,on_meta
 from ..core.stacks import frames_of,need,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_device
-from ..data.sharding import factors
+from ..data.dealing import factors
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import need_equal,options_of,same_data,same_fit,same_model,same_optimizer,shown
 from .loops import EvaluationLoop,Group,Loop,TrainingLoop,add_totals,cancelled_loop,source_of
@@ -75,14 +75,14 @@ context_callbacks = []
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng11
 class Loaders:
-    "The learner's loaders, and this rank's shards of them"
+    "The learner's loaders, and this rank's shares of them"
     def __init__(self, engine):
         self.engine,self.dls = engine,None # dls: the learner's, which are dealt out
         self.sources,self.shares = [],[] # the user's loaders in `dls`; this rank's
         self.epochs_before = 0 # Epochs of earlier fits in this context
 
     def deal_out(self, sources=None): # sources: the loaders; None: the learner's
-        """Replace the learner's loaders by this rank's shards; called again when it gets other loaders within the
+        """Replace the learner's loaders by this rank's shares; called again when it gets other loaders within the
         context"""
         e = self.engine
         dls,replace = e.learn.dls,e.context.replace
@@ -100,7 +100,7 @@ class Loaders:
         self.shares = [o for o in shares if o is not None]
 
     def share(self, dl, pad):
-        """This rank's shard of any loader; a sharded one stays as it is. `pad` is 'batch' for training (as
+        """This rank's share of any loader; one that is split already stays as it is. `pad` is 'batch' for training (as
         many batches on every rank), False for evaluation (whole batches)"""
         if isinstance(dl, Unshared): return dl
         if isinstance(dl, (list,tuple)) and not is_split(dl): dl = loader_of(dl)
@@ -113,7 +113,7 @@ class Loaders:
         return cls.from_dl(dl, *where, pad=pad, sample_seeds=e.opts.sample_seeds, **kw)
 
     def share_now(self, dl, pad):
-        "This rank's shard of a loader that a callback or a caller provides, in this epoch's order"
+        "This rank's share of a loader that a callback or a caller provides, in this epoch's order"
         # by identity: fastcore's L would read a share to compare it
         if id(dl) not in map(id, self.shares): dl = self.share(dl, pad)
         if not isinstance(dl, Unshared): set_epoch(dl, self.epoch)
@@ -149,10 +149,10 @@ class Ballot:
         # The Checkpoint, which adds requests to save and stop to each vote, and receives the result
         self.watcher = None
 
-    def vote(self, scope=None, more=False, asks=Asks.no)->Outcome:
+    def vote(self, scope=None, yes=False, asks=Asks.no)->Outcome:
         "Cast a vote, see `Message`, and return the outcome. Sync point"
         save,stop = self.watcher.wishes() if self.watcher and not asks else (False,False)
-        return cast(self.links, Message(scope=scope, more=more, save=save, stop=stop, asks=asks), self.phase)
+        return cast(self.links, Message(scope=scope, yes=yes, save=save, stop=stop, asks=asks), self.phase)
 
     def agree(self):
         "At the end of an event outside of batches: leave the loop if a rank has cancelled it. Sync point"
@@ -181,7 +181,7 @@ class Ballot:
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng15
 class Steps(LoaderWrapper):
-    "A rank's shard of a loader, whose loop ends at the same step on all ranks"
+    "A rank's share of a loader, whose loop ends at the same step on all ranks"
     def __init__(self, dl, engine):
         self.dl,self.engine = dl,engine
         self.n_inp = getattr(dl, 'n_inp', getattr(engine.learn.dls, 'n_inp', None))
@@ -295,7 +295,7 @@ class Engine(Runner):
     # --- the context ---
 
     def open_context(self):
-        "Join the group and shard the loaders; `close` undoes it"
+        "Join the group and deal out the loaders; `close` undoes it"
         learn = self.adapter.learn
         opts = self.opts
         ctx = self.context
@@ -461,7 +461,7 @@ class Engine(Runner):
             every,n = self.opts.check_every,loop.n_steps
             # the first of a fit: an error in the script need not wait for the epoch's end
             if every and n%every==0 or n==self.learn.train_iter==1: self._compare_weights(n)
-        return res.more
+        return res.n_yes
 
     def _compare_weights(self, n): compare_weights(self.learn, n, self.findings, self.gather_same)
 
@@ -520,7 +520,7 @@ class Engine(Runner):
         return self.loop.part
 
     def loader(self, dl):
-        "The loader itself: it is this rank's shard"
+        "The loader itself: it is this rank's share"
         return dl
 
     def gather_same(self, o)->list:
@@ -533,7 +533,7 @@ class Engine(Runner):
 
     def anyone(self, wish)->bool:
         "Whether a rank has this wish. Sync point"
-        return self.ballot.vote(more=wish).more>0 if self.links else wish
+        return self.ballot.vote(yes=wish).n_yes>0 if self.links else wish
 
     def least(self, n):
         "The smallest of the ranks' numbers. Sync point"

@@ -17,7 +17,7 @@ from ..core.collectives import gather_objects,gather_rows
 from ..core.compat import tree_flatten,tree_map,tree_unflatten
 from ..core.env import group_rank,group_size
 from ..data.rows import Samples,StoredRows,aligned,as_ints,join_leaf,loosely,row_bytes,stored_kind
-from ..data.sharding import undeal
+from ..data.dealing import undeal
 from .vote_links import Phase,SocketLinks,nameless
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017

@@ -18,7 +18,7 @@ from ..core.compat import tree_leaves
 from ..core.env import group_rank,group_size,wide_dtype
 from ..core.random import rng_state,set_rng_state
 from ..core.stacks import need
-from ..data.sharding import parts_in_use
+from ..data.dealing import parts_in_use
 from .batchnorm import Synced
 from .evaluation import Evaluation
 from .parts import Part,PartStatistics,Step,Why,add_earlier,running,take_grads,tree_sum
@@ -129,7 +129,7 @@ class Group:
 
 class Source(NamedTuple):
     "What a training loop reads"
-    dl:Any      # This rank's shard of a loader
+    dl:Any      # This rank's share of a loader
     dealer:Any  # What deals it; None for a loader that its user has split
     known:bool  # Whether all ranks know the samples of each step
     full:int    # The samples of a full step
@@ -384,8 +384,8 @@ class TrainingLoop(Loop):
         rows = source.dealer.step_size if source.reads_parts else step_rows(source.dl, self.learn.iter)
         if rows is not None: return rows,is_last
         if self.links is None: return n,is_last
-        res = outcome(self.links.exchange(Message(n, more=is_last).row(), Phase.train_batch))
-        return sum(res.items),res.more>0
+        res = outcome(self.links.exchange(Message(n, yes=is_last).row(), Phase.train_batch))
+        return sum(res.items),res.n_yes>0
 
     # --- the events of a batch ---
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.compat import TrackingNorm,foreach_add,version
 from ..core.collectives import broadcast_tensors
 from ..core.env import current_group,group_size,wide_dtype
-from ..data.sharding import factors
+from ..data.dealing import factors
 from .vote_links import Message,widest
 
 # %% ../../nbs/distributed/03_parts.ipynb #pt006

@@ -150,7 +150,7 @@ class AfterOthers(Callback):
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c008
 class DistributedTrainer(Adapter):
-    "Train the learner on every rank of the group: shards of the data, averaged gradients, the metrics of one process"
+    "Train the learner on every rank of the group: shares of the data, averaged gradients, the metrics of one process"
     def set_device(self, device):
         "Let the loaders put their batches on `device`"
         self.engine.context.replace(self.learn.dls, 'device', device)

@@ -300,7 +300,7 @@ class Message(NamedTuple):
     scope:str=None     # The widest scope that it has cancelled; None: nothing
     counts:bool=False  # Whether a part of it counts
     changed:bool=False # Whether its forward passes have changed buffers, see `PartStatistics`
-    more:bool=False    # Whether it has another batch
+    yes:bool=False     # Its answer: it has another batch, this was the last one, it wishes what is asked
     save:bool=False    # Whether it wants a checkpoint
     stop:bool=False    # Whether it wants a checkpoint, and then to stop
     asks:Asks=Asks.no
@@ -314,7 +314,7 @@ class Outcome(NamedTuple):
     scope:str     # The widest scope that a rank has cancelled; None: go on
     counts:bool   # Whether a part of any rank counts
     changed:bool  # Whether buffers have changed on any rank
-    more:int      # How many ranks have another batch
+    n_yes:int     # How many ranks say yes
     save:bool     # Whether a rank wants a checkpoint
     stop:bool     # Whether a rank wants a checkpoint, and then to stop
     asked:bool    # Whether a rank asks
@@ -323,9 +323,9 @@ class Outcome(NamedTuple):
 # %% ../../nbs/distributed/00_vote_links.ipynb #vt07b
 def outcome(rows:list)->Outcome:
     "The outcome of the messages of all ranks"
-    items,scope,counts,changed,more,save,stop,asks = zip(*map(_row.unpack, rows))
+    items,scope,counts,changed,yes,save,stop,asks = zip(*map(_row.unpack, rows))
     all_ask = 0<min(asks)==max(asks)
-    return Outcome(items, scopes[max(scope)], any(counts), any(changed), sum(more), any(save), any(stop),
+    return Outcome(items, scopes[max(scope)], any(counts), any(changed), sum(yes), any(save), any(stop),
                    any(asks), all_ask)
 
 def cast(links, vote:Message, phase:Phase)->Outcome:

@@ -260,7 +260,7 @@ _counting = TrainEvalCallback,Recorder,ParamScheduler,ProgressCallback
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c014b
 class DistributedTrainer(Adapter):
-    """Train a fastai learner on every rank of the group: shards of the data, averaged gradients, the metrics of one
+    """Train a fastai learner on every rank of the group: shares of the data, averaged gradients, the metrics of one
     process"""
     cancels = {k: getattr(fastai_learner, o.__name__) for k,o in cancels.items()}
     kinds = tuple(cancels.values())
