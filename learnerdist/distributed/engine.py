@@ -305,7 +305,7 @@ class Engine(Runner):
             cbs = [cb for f in context_callbacks for cb in f(self)]
             self.by_parts = bool(opts.max_bs)
             self.max_bs = None if opts.max_bs=='auto' else opts.max_bs
-            # last: closed links free the others after a failure
+            # before the links, so that these are closed first: that frees ranks which still wait
             ctx.stack.callback(lambda: self.sharded and self.sharded.restore())
             self.ballot.links = ctx.stack.enter_context(open_links(group_timeout()))
             # each rank has its own device
@@ -541,7 +541,7 @@ class Engine(Runner):
 
     def track(self, o):
         "The first time in this context: `o.weights` become those of rank 0, and whole at its end. Sync point then"
-        if any(o is p for p in self.tracked) or getattr(self.adapter, 'alone', False): return
+        if any(o is p for p in self.tracked) or self.adapter.alone: return
         self.tracked.append(o)
         if len(set(gather_objects(digest([t for t in o.weights.values() if not is_sharded(t)]))))>1:
             o.weights = broadcast_object(o.weights)

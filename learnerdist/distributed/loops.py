@@ -37,10 +37,10 @@ class Kind(ABC):
     @abstractmethod
     def weigh(self, loss, part:Part, n_parts:int, k:float)->Tensor:
         """The loss whose gradients add up over parts. loss: of the part, with what callbacks have added; n_parts: of
-        all ranks; k: by how many the exchange divides, over c"""
+        all ranks; k: by what the exchange divides, over c"""
     @abstractmethod
-    def weight_of_second(self, part, copies, items):
-        "By what the gradient of another backward pass is multiplied. copies: by how many the exchange divides"
+    def weight_of_second(self, part, divisor, items):
+        "By what the gradient of another backward pass is multiplied. divisor: by what the exchange divides"
 
 class Mean(Kind):
     "The mean over items"
@@ -49,10 +49,10 @@ class Mean(Kind):
         k = part.weight*k
         if not isinstance(k, Tensor) and k==1: return loss
         return (loss*k).to(loss.dtype)
-    def weight_of_second(self, part, copies, items):
+    def weight_of_second(self, part, divisor, items):
         if items is None: return None
         if not isinstance(items, Tensor) and items==0: return None
-        return part.weight*copies/items
+        return part.weight*divisor/items
 
 class Sum(Kind):
     "A sum over samples; what callbacks add to it counts once a step, also in a part that counts for nothing"
@@ -60,13 +60,13 @@ class Sum(Kind):
         n_own = n_parts # How often the user's loss counts in this part, beside what callbacks have added
         if part.why: n_own = 0
         return (loss+part.loss*(n_own-1))*(k/n_parts)
-    def weight_of_second(self, part, copies, items): return copies
+    def weight_of_second(self, part, divisor, items): return divisor
 
 # %% ../../nbs/distributed/09_loops.ipynb #9b0cdfb7b
 class Whole(Kind):
     "A loss that each rank computes from the rows of all"
     def weigh(self, loss, part, n_parts, k): return loss
-    def weight_of_second(self, part, copies, items): return None
+    def weight_of_second(self, part, divisor, items): return None
 
 _kinds = dict(sum=Sum(), whole=Whole()) # by the name of a `MeanOver`; all others are means
 _mean = Mean()
@@ -148,7 +148,7 @@ def source_of(dl)->Source:
     return Source(dl, dealer, known, full, dealer.n_parts or W, reads_parts, dealer.pad=='batch' and not reads_parts)
 
 # %% ../../nbs/distributed/09_loops.ipynb #eng19
-early = inner_events[:4] # Events before the backward pass
+events_before_backward = inner_events[:4]
 
 _asks_in = dict.fromkeys(('after_cancel_step','after_step'), Asks.after_step)
 
@@ -251,7 +251,7 @@ class TrainingLoop(Loop):
         self.model = self.replica = engine.replica
         self.by_parts = engine.by_parts
         self.weighs = self.by_parts or self.links is not None
-        self.copies = self.replica.copies if self.replica else 1 # By how many an exchange divides the sum
+        self.divisor = self.replica.divisor if self.replica else 1 # By what an exchange divides the sum
         self.more_parts = False # Whether other parts of this batch follow
         self.newest = None # The present part, or the last one
         self.source = None # `Source`, once the loop is opened
@@ -415,7 +415,7 @@ class TrainingLoop(Loop):
         over = part.over or loss_over(learn)
         if over.kind=='unknown' and learn.items is None: over = self._find_kind(part)
         kind = part.kind = kind_of(over)
-        k = self.copies
+        k = self.divisor
         if kind.corrects:
             k /= self.scale
             if not self._count(part): # its loss may be NaN
@@ -542,19 +542,19 @@ class TrainingLoop(Loop):
         the batch has several parts"""
         need(not self.by_parts, _second, max_bs=self.engine.opts.max_bs)
         part = self.part
-        k = part.kind and part.kind.weight_of_second(part, self.copies, self.step.items)
+        k = part.kind and part.kind.weight_of_second(part, self.divisor, self.step.items)
         is_one = not isinstance(k, Tensor) and k==1
         return None if is_one else k
 
-    def rest_of_weight(self)->float:
+    def remaining_scale(self)->float:
         "By what gradients of the learner's loss that only a callback exchanges are still to be multiplied"
         items = float(self.step.items or 0)
-        if not items: return 1/self.copies
-        return self.scale/items/self.copies
+        if not items: return 1/self.divisor
+        return self.scale/items/self.divisor
 
     # --- cancels ---
 
-    def holds(self, e, event)->bool:
+    def defers(self, e, event)->bool:
         "Whether the Cancel exception `e`, which a callback has raised in `event`, waits for the end of the batch"
         step = self.step
         part = self.part
@@ -562,8 +562,8 @@ class TrainingLoop(Loop):
         scope = self.ballot.scope_of(e)
         if not may_cancel(scope, event): return False
         step.cancelled.append(scope)
-        if event in early[:2]: part.why = part.why or Why.cancelled
-        elif event in early: part.why = part.why or Why.dropped
+        if event in events_before_backward[:2]: part.why = part.why or Why.cancelled
+        elif event in events_before_backward: part.why = part.why or Why.dropped
         elif step.is_last: self._ask(scope, _asks_in.get(event, Asks.before_step))
         return True
 

@@ -283,7 +283,7 @@ def average_grads(
     all stays without. Sync point"""
     loop = running.get()
     if loop is None: return sum_grads(params, 1/group_size())
-    if weighed: return sum_grads(params, loop.rest_of_weight())
+    if weighed: return sum_grads(params, loop.remaining_scale())
     if group_size()<2: return
     part = loop.part
     n = 0. if part.why else float(part.n or batch_rows(loop.learn))
@@ -333,7 +333,7 @@ class Trained(ABC):
     the model on each rank (`Replica`), or a part of it (`Sharded`)"""
     ddp = None   # The `DistributedDataParallel` around the model, if there is one
     model = None # The user's
-    copies = 1   # By how many an exchange divides the sum over ranks
+    divisor = 1   # By what an exchange divides the sum over ranks
     meets = False # Whether ranks exchange a message in each backward pass with an exchange, see `SharedMean`
     may_find_unused = False # Whether unused parameters are to be found, and set aside
     @abstractmethod
@@ -380,8 +380,8 @@ class Replica(Trained):
         self.params = []
         self.unused = [] # Names of parameters that the loss does not use: their gradients are added up beside DDP
         self.trained = [],[]
-        # By how many the exchange divides the sum over ranks
-        self.copies = 1 if by_parts and comm_hook is _by_default else group_size()
+        # By what the exchange divides the sum over ranks
+        self.divisor = 1 if by_parts and comm_hook is _by_default else group_size()
         self._begin()
 
     def _begin(self):
@@ -497,7 +497,7 @@ class Replica(Trained):
         outside += filter(_is_trained, self.aside if self.ddp else self.params)
         if outside:
             add_earlier(outside, pending)
-            sum_grads(outside, 1/self.copies)
+            sum_grads(outside, 1/self.divisor)
         self.frozen = []
         if self.trained[0]!=[*map(_is_trained, self.params)]: self._clear_frozen()
         if self.ddp is None: return

@@ -242,7 +242,7 @@ class Sharded(Trained):
     """A learner's model spread over the ranks until `restore`. Within a fit it is `learn.wrapper`, as `Replica` is,
     with the same methods"""
     undo_bn = None
-    copies = property(lambda self: group_size(), doc="By how many the exchange divides the sum over ranks")
+    divisor = property(lambda self: group_size(), doc="By what the exchange divides the sum over ranks")
     def __init__(self, engine): # with options in `shard`
         self.engine,self.learn = engine,engine.learn
         self.cancels = tuple(engine.adapter.cancels.values())

@@ -33,6 +33,7 @@ class Adapter(Callback, ABC):
     order = Order.trainer
     cancels = cancels # the learner's exceptions, by scope
     share_class = Share # of a loader
+    alone = False # Whether it is in a loop without votes and exchanges
     @delegates(DistributedDataParallel.__init__, but=ddp_args_of_ours)
     def __init__(self,
         sync_bn:bool=True,  # BatchNorm over the global batch

@@ -267,7 +267,7 @@ class DistributedTrainer(Adapter):
     share_class = ShareDL
     rank_state = ('all_steps',)
     totals_by_step = 'all_steps'
-    looping = alone = False # within a loop over batches; without votes and exchanges
+    looping = False # Whether it is in a loop over batches
     trained = has_loss = False # this fit; this batch
     saved = None # before lr_find
     @delegates(Adapter.__init__)
@@ -291,7 +291,7 @@ class DistributedTrainer(Adapter):
         for cb in self.learn.cbs.sorted('order'):
             try: self._call_one_of(cb, event)
             except self.kinds as e:
-                if self.alone or not self.engine.loop.holds(e, event): raise
+                if self.alone or not self.engine.loop.defers(e, event): raise
         if event=='before_batch': self.forward.begin(self.alone)
 
     def _call_one_of(self, cb, event):

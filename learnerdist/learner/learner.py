@@ -87,7 +87,7 @@ class Batches:
     model = None # What is called in training, in place of the learner's model
     more = False # Whether other parts, or other batches of an accumulation, come before the optimizer's step
     more_parts = False # Whether other parts of this batch follow: callbacks that count batches wait for the last one
-    weighs = False # Whether it weighs the losses of batches: then gradients are those of the mean over a whole step
+    weighs = False # Whether losses are weighed, so that gradients add up to those of the mean over a step
     def parts(self, i, b):
         "The parts of batch `i` of a loop that this process computes, one after the other: batches of the learner"
         yield b
@@ -97,7 +97,7 @@ class Batches:
     def accumulate(self, is_last, n_acc):
         "Hear whether the optimizer's step comes after the present batch. n_acc: samples of a step"
     def note_items(self, items): "Hear the items of an accumulated step, whose gradients the callback scales itself"
-    def holds(self, e, event)->bool:
+    def defers(self, e, event)->bool:
         "Whether the exception waits for the end of the batch. e: a Cancel exception that a callback has raised"
         return False
 
@@ -328,7 +328,7 @@ class Learner:
             if not cb.run or not (always or (cb.run_train if self.training else cb.run_valid)): continue
             try: getattr(cb, event)()
             except _cancels as e:
-                if not self.runner.loop.holds(e, event): raise
+                if not self.runner.loop.defers(e, event): raise
 
     def no_logging(self):
         "Context in which the learner prints no lines of its table"

@@ -67,7 +67,7 @@ class Batches:
     def note_items(self, items):
         """Hear the items of an accumulated step, whose gradients the callback scales itself"""
 
-    def holds(self, e, event) -> bool:
+    def defers(self, e, event) -> bool:
         """Whether the exception waits for the end of the batch. e: a Cancel exception that a callback has raised"""
 
 class Runner:
