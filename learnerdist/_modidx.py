@@ -1120,6 +1120,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                              'learnerdist/distributed/comparison.py'),
                                                     'learnerdist.distributed.comparison.digest': ( 'distributed/comparison.html#digest',
                                                                                                    'learnerdist/distributed/comparison.py'),
+                                                    'learnerdist.distributed.comparison.drawn_alone': ( 'distributed/comparison.html#drawn_alone',
+                                                                                                        'learnerdist/distributed/comparison.py'),
                                                     'learnerdist.distributed.comparison.few': ( 'distributed/comparison.html#few',
                                                                                                 'learnerdist/distributed/comparison.py'),
                                                     'learnerdist.distributed.comparison.few_samples': ( 'distributed/comparison.html#few_samples',

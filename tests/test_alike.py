@@ -81,7 +81,7 @@ def orders(W, rank, path):
 def test_orders_that_differ(found):
     for r,(got,errors) in enumerate(found(orders, 2)):
         assert got['alike']==(N,'',[])
-        assert got['valid'][1].startswith('RuntimeError: [different-orders] its sampler gives each rank another order')
+        assert got['valid'][1].startswith('RuntimeError: [different-orders] Own gives each rank another order')
         for k in kinds_of_orders:
             (n,error,messages),(_,other,_) = got[k]
             assert n<N and not error and len(messages)==(r==0) and all(o.startswith('[different-orders] ') for o in messages), (k,messages)

@@ -87,8 +87,8 @@ def test_a_fit(W, env):
         written = 0 if 'LOCAL_WORLD_SIZE' in env else 1
         assert got['epoch']==dict(vote=6+4+3+written+1, isend=alike+2*2*alike+3*items)
         # As votes: before the fit the options of callbacks, and what the ranks begin; after its first step whether the weights are equal.
-        # One more before the fit. In its first batch samples and what they show
-        assert got['fit']==dict(vote=1+1+6+4+3+written+1+2, isend=alike+(2+2)*2*alike+3*items)
+        # One more before the fit. In its first batch what samples show
+        assert got['fit']==dict(vote=1+1+6+4+3+written+1+2, isend=alike+(2+1)*2*alike+3*items)
         # BatchNorm: the sums of each step, forward and backward; 3 buffers after the epoch
         assert got['norm']=={'all_reduce': 3*2, 'broadcast': 3}
         # Predictions and targets: what they look like, then the rows. On one machine nobody sends rows: ranks say that theirs are written

@@ -21,7 +21,7 @@ from ..core.env import group_rank
 from ..core.random import Generators,held,map_seeded
 from ..core.shards import exchange_params,is_sharded
 from ..core.stacks import coded,need,warn
-from ..data.distributed_dl import is_split,sample_hash
+from ..data.distributed_dl import is_split,loader_parts,sample_hash
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
 from ..learner.callback import Callback
@@ -289,9 +289,13 @@ def order_of(dl)->dict:
     named = {'first items': d.hashes[0].item(), 'whole order': d.hashes[2].item()}
     return {k: h for k,h in named.items() if h}
 
-drawn_alone = ('its sampler gives each rank another order, of which each reads its part: some samples come twice, '
-    'others never. What it draws from a generator of its own needs a seed, the same on all ranks; what it computes '
-    'from batches, such as weights of samples, needs those of all: all_sum, gather_objects')
+def drawn_alone(dl)->str:
+    "What the user should know if the order of a loader differs between ranks"
+    *_,sampler = loader_parts(dl.dealer.source)
+    name = type(getattr(sampler, 'dl', sampler)).__name__
+    return (f'{name} gives each rank another order, of which each reads its part: some samples come twice, others '
+            'never. What it draws from a generator of its own needs a seed, the same on all ranks; what it computes '
+            'from batches, such as weights of samples, needs those of all: all_sum, gather_objects')
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp08b
 def compare_weights(learn, n_steps:int, findings, gather=gather_same):
@@ -302,7 +306,7 @@ def compare_weights(learn, n_steps:int, findings, gather=gather_same):
     if findings.mode: named = tensors_beside(learn, not own)
     named |= compared(learn.model, own)|order
     found = unequal(gather(dict(zip(named, hashes(named.values())))))
-    if order.keys()&found.keys(): findings('different-orders', drawn_alone, 'orders')
+    if order.keys()&found.keys(): findings('different-orders', drawn_alone(learn.dl), 'orders')
     bad = next((k for k,_ in learn.model.named_parameters() if k in found), None)
     if bad:
         ranks = [r for r,h in enumerate(found[bad]) if h!=found[bad][0]]

@@ -142,7 +142,7 @@ class Evaluation:
         need(not names, coded('carries-state', _carries.format(few(names))))
         check_lists(of_ranks('metrics'))
         if any(of_ranks('stopped')) or not known: return
-        if len({*of_ranks('order')})>1: raise RuntimeError(coded('different-orders', drawn_alone))
+        if len({*of_ranks('order')})>1: raise RuntimeError(coded('different-orders', drawn_alone(dl)))
         n = sum(of_ranks('n'))
         if {*of_ranks('total')}=={n}: return
         seen,found = [', '.join(map(str, of_ranks(k))) for k in ('n','total')]

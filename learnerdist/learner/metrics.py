@@ -49,6 +49,7 @@ class AvgMetric(Metric):
     """The mean of `func` over samples, or over what `func.n_items` counts. In `distrib_ctx` its `value` is that of
     all ranks together"""
     n_items = None
+    lost = 0. # what rounding took from the total
     def __init__(self,
         # From (prediction, *targets) of a batch to the mean over that batch: a tensor (), a float or a numpy scalar
         func,
@@ -59,7 +60,7 @@ class AvgMetric(Metric):
         self.n_items = getattr(_inner(func), 'n_items', None)
 
     def reset(self):
-        self.total = 0.
+        self.total = self.lost = 0.
         self.count = 0
 
     def accumulate(self, learn):
@@ -72,11 +73,17 @@ class AvgMetric(Metric):
         if not hasattr(mean, '__float__') or getattr(mean, 'numel', int)()>1:
             what = f'the metric {self.name} returned {mean!r}'
             raise ValueError(f'{what}: let it return a number or a tensor ()')
-        self.total = self.total+weighted(mean, n)
+        before = self.total
+        part = weighted(mean, n)
+        self.total = before+part
         self.count = self.count+n
+        if part.dtype==torch.float64: return
+        # without float64: what rounding took from this sum (two-sum, exact)
+        added = self.total-before
+        self.lost = self.lost+(before-(self.total-added))+(part-added)
 
     @property
-    def value(self): return None if not self.count else float(self.total/self.count)
+    def value(self): return None if not self.count else float((self.total+self.lost)/self.count)
 
 # %% ../../nbs/learner/02_metrics.ipynb #c009
 class AvgLoss(AvgMetric):
@@ -231,7 +238,7 @@ def reductions(m)->list:
     "As `reduction`, always a list. m: as in `reduction`"
     return listify(reduction(m))
 
-_sums = Sums,'total','count'
+_sums = Sums,'total','count','lost'
 _states = {AvgMetric: _sums, AvgLoss: _sums, AccumMetric: (Rows,'preds','targs')}
 
 @reduction.register
