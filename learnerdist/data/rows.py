@@ -101,10 +101,8 @@ def batch_leaves(b, n):
 
 def find_device(b)->torch.device:
     "The device of the first tensor in a nested `b`; the CPU if there is none"
-    if isinstance(b, Tensor): return b.device # the first leaf is found without a walk over the others
-    if isinstance(b, dict): b = [*b.values()]
-    vals = b if isinstance(b, (list,tuple)) else ()
-    return next((find_device(o) for o in vals), torch.device('cpu'))
+    if isinstance(b, Tensor): return b.device
+    return next((o.device for o in tree_leaves(b) if isinstance(o, Tensor)), torch.device('cpu'))
 
 # %% ../../nbs/data/02_rows.ipynb #afbc4d9c
 _ints = {1:torch.uint8, 2:torch.int16, 4:torch.int32, 8:torch.int64, 16:torch.int64}

@@ -148,10 +148,12 @@ def same_data(dls:list, findings, gather=gather_same):
     for name,dl in data_of(dls).items(): named[f'len({name})'] = data_len(dl.dataset)
     found = unequal(gather(named|few_samples(dls)))
     if not found: return
-    text = f'the ranks have different data: {describe_unequal(found)}; is something drawn without a seed, or made from '
-    text += 'a set? Make it alike on all ranks'
+    text = f'the ranks have different data: {describe_unequal(found)}; {_drawn_data}'
     if any(k.startswith('len(') for k in found): raise ValueError(coded('different-data', text))
+    findings.reported.add(('different-data','samples')) # see `compare_weights`
     findings('different-data', f'{text}, or use distrib_ctx(checks=False) if this is intended')
+
+_drawn_data = 'is something drawn without a seed, or made from a set? Make it alike on all ranks'
 
 # %% ../../nbs/distributed/02_comparison.ipynb #1cc5e052
 def state_of(opt): return None if opt is None else opt.state_dict()
@@ -304,18 +306,21 @@ def compare_weights(learn, n_steps:int, findings, gather=gather_same):
     own,named = unsynced(learn.model),{} # own: which a copy of the model has, too
     order = order_of(learn.dl)
     if findings.mode: named = tensors_beside(learn, not own)
-    named |= compared(learn.model, own)|order
+    samples = few_samples(learn.runner.loaders.sources, 2) if findings.mode else {}
+    named |= compared(learn.model, own)|order|samples
     found = unequal(gather(dict(zip(named, hashes(named.values())))))
+    if samples.keys()&found.keys(): findings('different-data', _redrawn, 'samples')
     if order.keys()&found.keys(): findings('different-orders', drawn_alone(learn.dl), 'orders')
     bad = next((k for k,_ in learn.model.named_parameters() if k in found), None)
     if bad:
         ranks = [r for r,h in enumerate(found[bad]) if h!=found[bad][0]]
         at = f'after {n_steps} steps of this epoch {bad} differs between rank 0 and {ranks}'
         raise RuntimeError(coded('weights-differ', f'{at}: {_changed_alone}'))
-    new = [k for k in found if k not in (*findings.reported,*order)]
+    new = [k for k in found if k not in (*findings.reported,*order,*samples)]
     findings.reported.update(new)
     if new: findings('ranks-differ', f'{few(new)}: each rank has computed this {_own_batches}')
 
+_redrawn = f'samples with the same number differ between ranks; {_drawn_data}'
 _changed_alone = ('something changes it on one rank and not on the others, such as a callback, or a backward pass or '
     'another optimizer (SAM, LBFGS, GANs), whose gradients no one averages: average_grads(params) does')
 _own_batches = ('from its own batches, which is not what one process computes. Exchange it where it is computed: '

@@ -158,7 +158,8 @@ def weighted(mean, n)->Tensor:
         if isinstance(o, Tensor): device = o.device
     mean = torch.as_tensor(mean, dtype=wide_dtype(device), device=device).detach()
     if not isinstance(n, Tensor): return mean*n if n else torch.zeros_like(mean)
-    return torch.where(n.to(device)==0, 0., mean*n.to(device))
+    n = n.to(device)
+    return torch.where(n==0, 0., mean*n)
 
 def unweighted(total:Tensor, n:Tensor)->Tensor:
     "The inverse of `weighted`: `total` divided by `n`; 0 where `n` is 0, NaN where `total` is NaN"

@@ -15,7 +15,6 @@ from torch import Tensor
 from ..core.env import is_rank0,wide_dtype
 from ..core.stacks import need,warn
 from ..data.loaders import data_len
-from ..data.rows import find_device
 from .losses import batch_rows,n_items,unread_loss,weighted
 from .callback import Callback,Order
 from .learner import defaults
@@ -213,7 +212,7 @@ def as_totals(learn, steps:list)->Tensor:
 
 def stacked(os)->Tensor:
     "Numbers and tensors () as one float64 tensor on the CPU"
-    if not any(issubclass(o, Tensor) for o in {*map(type, os)}): return torch.tensor(os, dtype=torch.double)
-    device = find_device(os)
+    device = next((o.device for o in os if isinstance(o, Tensor)), None)
+    if device is None: return torch.tensor(os, dtype=torch.double)
     dtype = wide_dtype(device)
     return torch.stack([torch.as_tensor(o, dtype=dtype, device=device) for o in os]).cpu().double()
