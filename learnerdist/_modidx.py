@@ -2275,8 +2275,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'learnerdist/fastai/learner.py'),
                                             'learnerdist.fastai.learner._extended': ( 'fastai/learner.html#_extended',
                                                                                       'learnerdist/fastai/learner.py'),
-                                            'learnerdist.fastai.learner._meeting': ( 'fastai/learner.html#_meeting',
-                                                                                     'learnerdist/fastai/learner.py'),
                                             'learnerdist.fastai.learner._of_whole': ( 'fastai/learner.html#_of_whole',
                                                                                       'learnerdist/fastai/learner.py'),
                                             'learnerdist.fastai.learner._silence': ( 'fastai/learner.html#_silence',

@@ -16,8 +16,6 @@ import torch
 from fastai import learner as fastai_learner
 from fastai.callback import core as fastai_core,progress as fastai_progress,tracker
 from fastai.callback.core import Callback
-from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
-from fastai.callback.training import GradientClip
 from fastai.data.load import DataLoader
 from fastai.learner import Learner,noop
 from fastai.tabular.learner import TabularLearner
@@ -43,7 +41,7 @@ from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
 from ..learner.learner import check_fit,check_loss,get_model
-from ..learner.techniques import evaluate_loaded,evaluated_weights,meet_in_step
+from ..learner.techniques import evaluate_loaded,evaluated_weights
 from ..learner.callback import Callback as CoreCallback
 from ..learner.loggers import say_alone
 
@@ -259,15 +257,6 @@ def fit(self:Learner,
 
 # %% ../../nbs/fastai/04_learner.ipynb #sav2b
 _end_of_best = tracker.SaveModelCallback.after_fit
-
-def _meeting(f):
-    @wraps(f)
-    def before_step(self):
-        meet_in_step(self.learn)
-        f(self)
-    return before_step
-
-for _o in (GradientClip,FastaiMixedPrecision): _o.before_step = _meeting(_o.before_step)
 
 @patch
 def _save(self:tracker.SaveModelCallback, name):

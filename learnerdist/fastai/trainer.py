@@ -14,9 +14,10 @@ import fastai.callback.all,fastai.torch_core # noqa: F401
 import torch
 from fastai import learner as fastai_learner
 from fastai.callback.core import GatherPredsCallback
+from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import CSVLogger,ProgressCallback,ShowGraphCallback
 from fastai.callback.schedule import ParamScheduler
-from fastai.callback.training import GradientAccumulation
+from fastai.callback.training import GradientAccumulation,GradientClip
 from fastai.data.load import DataLoader
 from fastai.callback.core import TrainEvalCallback
 from fastai.learner import AvgLoss,AvgMetric,Metric,Recorder,ValueMetric
@@ -40,6 +41,7 @@ from ..learner.learner import check_targets
 from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,n_items,weighted
 from ..learner.metrics import Batches,Rows,Sums,reduction
 from ..learner.recorder import as_totals
+from ..learner.techniques import meet_in_step
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c005
 @patch
@@ -257,6 +259,8 @@ def writes(cls)->bool:
 parts = Adapter,AfterOthers # What a context adds to a learner's callbacks
 # fastai's that count batches: they hear `after_batch` once a step, after its last part
 _counting = TrainEvalCallback,Recorder,ParamScheduler,ProgressCallback
+# fastai's in whose `before_step` ranks wait for one another, where a model is sharded
+_all_grads = GradientClip,MixedPrecision
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c014b
 class DistributedTrainer(Adapter):
@@ -295,6 +299,7 @@ class DistributedTrainer(Adapter):
         if event=='before_batch': self.forward.begin(self.alone)
 
     def _call_one_of(self, cb, event):
+        if event=='before_step' and isinstance(cb, _all_grads): meet_in_step(self.learn)
         if event=='after_batch' and self.engine.loop.more_parts and isinstance(cb, _counting): return
         if isinstance(cb, parts):
             if not self.alone and (self.looping or event not in inner_events): cb(event)
