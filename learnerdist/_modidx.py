@@ -1689,6 +1689,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'learnerdist/distributed/parts.py'),
                                                'learnerdist.distributed.parts.add_grads': ( 'distributed/parts.html#add_grads',
                                                                                             'learnerdist/distributed/parts.py'),
+                                               'learnerdist.distributed.parts.begin_sum': ( 'distributed/parts.html#begin_sum',
+                                                                                            'learnerdist/distributed/parts.py'),
                                                'learnerdist.distributed.parts.sum_of_ranks': ( 'distributed/parts.html#sum_of_ranks',
                                                                                                'learnerdist/distributed/parts.py'),
                                                'learnerdist.distributed.parts.take_grads': ( 'distributed/parts.html#take_grads',

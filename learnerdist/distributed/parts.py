@@ -85,18 +85,25 @@ def add_grads(a:dict, b:dict)->dict:
 def sum_of_ranks(t:Tensor)->Tensor:
     """The sum of a tensor over ranks in the order of the tree, on every rank. t: contiguous, of the same shape and
     dtype on all; it may be changed. Sync point"""
+    return t if group_size()<2 else begin_sum(t).wait()
+
+def begin_sum(t:Tensor)->torch.futures.Future:
+    "As `sum_of_ranks`, but the sum is the result of a future: what follows on a device need not wait for it"
     W,group = group_size(),current_group()
-    if W<2: return t
     if W==2:
-        dist.all_reduce(t, group=group)
-        return t
+        work = dist.all_reduce(t, group=group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
     n = -(-t.numel()//W)
     rows = t.new_zeros(W, n)
     rows.view(-1)[:t.numel()] = t.reshape(-1)
     mine = torch.empty_like(rows)
-    dist.all_to_all_single(mine, rows, group=group)
-    dist.all_gather([*rows], tree_sum([*mine]), group=group)
-    return rows.view(-1)[:t.numel()].view_as(t)
+    work = dist.all_to_all_single(mine, rows, group=group, async_op=True)
+    # gloo's threads would begin the second exchange of several sums in another order on each rank
+    if t.device.type=='cpu': work.wait()
+    def add(done):
+        dist.all_gather([*rows], tree_sum([*mine]), group=group)
+        return rows.view(-1)[:t.numel()].view_as(t)
+    return work.get_future().then(add)
 
 # %% ../../nbs/distributed/03_parts.ipynb #pt015
 class Why(Enum):

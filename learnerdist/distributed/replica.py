@@ -25,7 +25,7 @@ from ..core.env import current_group,group_size
 from ..core.stacks import coded,need
 from .batchnorm import sync_batchnorm
 from .comparison import few
-from .parts import add_earlier,running,sum_of_ranks,take_grads,tree_sum
+from .parts import add_earlier,begin_sum,running,sum_of_ranks,take_grads,tree_sum
 from .vote_links import SocketLinks,nameless
 from ..learner.losses import batch_rows
 
@@ -151,9 +151,7 @@ def _in_order(state, bucket):
 
 def _sum_hook(group, bucket):
     "The sum over ranks, in the order of the tree"
-    fut = torch.futures.Future()
-    fut.set_result(sum_of_ranks(bucket.buffer()))
-    return fut
+    return begin_sum(bucket.buffer())
 
 # %% ../../nbs/distributed/09_replica.ipynb #shm01
 def _shm(ddp, links, parts=None):
