@@ -1685,6 +1685,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'learnerdist/distributed/parts.py'),
                                                'learnerdist.distributed.parts.Why': ( 'distributed/parts.html#why',
                                                                                       'learnerdist/distributed/parts.py'),
+                                               'learnerdist.distributed.parts._in_a_row': ( 'distributed/parts.html#_in_a_row',
+                                                                                            'learnerdist/distributed/parts.py'),
                                                'learnerdist.distributed.parts.add_earlier': ( 'distributed/parts.html#add_earlier',
                                                                                               'learnerdist/distributed/parts.py'),
                                                'learnerdist.distributed.parts.add_grads': ( 'distributed/parts.html#add_grads',

@@ -9,6 +9,7 @@ __all__ = []
 from contextvars import ContextVar
 from enum import Enum
 from math import nan
+from operator import add
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class Tree:
         "What the last one is added to, one after the other"
         return [part for _,part in self.levels]
 
-def tree_sum(xs:list, add=lambda a, b: a+b):
+def tree_sum(xs:list, add=add):
     "The sum of a list in the order of the tree"
     if len(xs)==1: return xs[0]
     if len(xs)==2: return add(*xs)
@@ -100,10 +101,10 @@ def begin_sum(t:Tensor)->torch.futures.Future:
     work = dist.all_to_all_single(mine, rows, group=group, async_op=True)
     # gloo's threads would begin the second exchange of several sums in another order on each rank
     if t.device.type=='cpu': work.wait()
-    def add(done):
+    def finish(done):
         dist.all_gather([*rows], tree_sum([*mine]), group=group)
         return rows.view(-1)[:t.numel()].view_as(t)
-    return work.get_future().then(add)
+    return work.get_future().then(finish)
 
 # %% ../../nbs/distributed/03_parts.ipynb #pt015
 class Why(Enum):
@@ -176,6 +177,9 @@ class Step:
         return Message(items, widest(self.cancelled), self.counts, changed)
 
 # %% ../../nbs/distributed/03_parts.ipynb #pt018
+def _in_a_row(tensors)->Tensor: # at once: on a device each operation costs, however small
+    return torch.cat([o.detach().flatten() for o in tensors]).to(wide_dtype(tensors[0].device))
+
 class PartStatistics:
     "The buffers of a model in the parts of one step"
     def __init__(self, model, n:int): # parts of this rank
@@ -191,7 +195,7 @@ class PartStatistics:
         self.start_of_others = [(o,o.clone()) for o in self.others]
         self.versions = [version(o) for o in self.others]
         self.changed = False # Whether a forward pass has written to `others`
-        self.total = Tree(n, lambda a, b: a+b) # Of what the parts have made of `running`, and how many count
+        self.total = Tree(n, add) # Of what the parts have made of `running`, and how many count
         self.first = None # What part 0 has made of `others`
         self.begun = False # Whether a part has begun
 
@@ -207,8 +211,7 @@ class PartStatistics:
     def end_part(self, part:Part):
         "After its backward pass"
         if self.running:
-            wide = wide_dtype(self.running[0].device)
-            row = torch.cat([o.detach().to(wide).flatten() for o in self.running])
+            row = _in_a_row(self.running)
             row = torch.cat([row, row.new_ones(1)])
             self.total.push(row if part.why is None else torch.zeros_like(row))
         if not part.number and self.has_changed(): self.first = [o.clone() for o in self.others]
@@ -224,10 +227,10 @@ class PartStatistics:
             row = sum_of_ranks(self.total.total)
             n = row[-1] # parts that count
             n_running = len(self.running)
-            sums = row[:-1].split([o.numel() for o in self.running])
-            for (o,old),total in zip(self.start, sums):
-                mean = (total/n.clamp(min=1)).view_as(o).to(o.dtype)
-                o.copy_(torch.where(n>0, mean, old))
+            old = _in_a_row([old for _,old in self.start[:n_running]])
+            means = torch.where(n>0, row[:-1]/n.clamp(min=1), old)
+            means = means.split([o.numel() for o in self.running])
+            for o,mean in zip(self.running, means): o.copy_(mean.view_as(o))
             for o,old in self.start[n_running:]: o.copy_(old+(n>0))
         if not changed: return
         for i,(o,old) in enumerate(self.start_of_others): o.copy_(self.first[i] if self.first else old)
