@@ -1,12 +1,16 @@
 "What several files train on, how they start a launcher, a server of files, and the code on a page of the docs"
-import os,random,re,signal,socket,subprocess,sys,threading
+import gc,os,random,re,signal,socket,subprocess,sys,tempfile,threading,traceback
 from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import connection
 from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 from learnerdist.all import Callback, group_rank, group_size
+from learnerdist.launch import main
+from learnerdist.launch.forkserver import Process
+from learnerdist.launch.processes import server
 from learnerdist.learner.callback import inner_events
 
 def data(n=48, seed=0):
@@ -93,8 +97,62 @@ def environment(**kw):
     drop = 'PYTHONHASHSEED CUDA_VISIBLE_DEVICES OMP_NUM_THREADS RANK WORLD_SIZE LOCAL_RANK MASTER_PORT LEARNERDIST_MEMORY'.split()
     return {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root)) | kw
 
-def launch(*args, env=None, cwd=None, command=launcher):
-    return subprocess.run([*command, *map(str, args)], env=environment(**(env or {})), cwd=cwd, capture_output=True, text=True, timeout=600)
+class Fork:
+    """A process that calls a function: a fork of this one, which has imported torch. So the launcher starts without the 3 s of CPU
+    of a new interpreter"""
+    def __init__(self, func, *args, env=None, cwd=None, outs=(), begin=int):
+        "env: its environment; outs: descriptors in place of files for what it prints; begin: what it calls first"
+        self.files = [] if outs else [tempfile.TemporaryFile(), tempfile.TemporaryFile()]
+        self.args = func,args,env or environment(),cwd
+        self.pid = os.fork()
+        if not self.pid: self._run(begin, outs or [0,*[o.fileno() for o in self.files]])
+        self.proc = Process(self.pid)
+
+    def _run(self, begin, outs):
+        status = 1
+        func,args,env,cwd = self.args
+        try:
+            gc.freeze()
+            for i,o in enumerate(outs): os.dup2(o, i)
+            sys.stdin,sys.stdout,sys.stderr = [open(i, 'rw'[i>0], closefd=False) for i in range(3)]
+            server.__init__() # that of the parent's ranks is not this process's child
+            begin()
+            os.environ.clear()
+            os.environ.update(dict(TORCH_CPP_LOG_LEVEL='ERROR') | env) # as the command does
+            if cwd: os.chdir(cwd)
+            status = func(*args) or 0
+        except SystemExit as e: status = e.code or 0
+        except BaseException: traceback.print_exc()
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
+
+    def poll(self): return self.proc.poll()
+    def kill(self): self.send_signal(signal.SIGKILL)
+    def send_signal(self, sig):
+        if self.poll() is None: os.kill(self.pid, sig)
+
+    def wait(self, timeout=120):
+        if self.poll() is None and not connection.wait([self.proc.sentinel], timeout): self.kill()
+        return self.proc.wait()
+
+    def result(self, timeout=120):
+        "Once it has ended: exit status, and what was printed"
+        status = self.wait(timeout)
+        texts = []
+        for o in self.files:
+            o.seek(0)
+            texts.append(o.read().decode())
+            o.close()
+        return subprocess.CompletedProcess(self.args, status, *texts)
+
+def start(*args, **kw):
+    "The launcher, with these arguments; see `Fork`"
+    return Fork(main, [*map(str, args)], **kw)
+
+def launch(*args, env=None, cwd=None):
+    "What the launcher comes to: `returncode`, `stdout`, `stderr`"
+    return start(*args, env=environment(**(env or {})), cwd=cwd).result(600)
 
 def write(folder, text, name='train.py'):
     (folder/name).parent.mkdir(parents=True, exist_ok=True)

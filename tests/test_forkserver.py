@@ -1,8 +1,8 @@
 "Ranks that are forks of the launcher's server: what they are, what is left to them, and what ends when"
-import ast,json,os,re,select,signal,subprocess,sys,time
+import ast,json,os,select,signal,subprocess,sys,time
 from pathlib import Path
 import pytest
-from helpers import environment,launch,launcher,root,write
+from helpers import environment,launch,root,start,write
 from learnerdist.launch import forkserver
 from learnerdist.launch.forkserver import first_lines,known
 
@@ -55,7 +55,8 @@ if __name__=='__main__':
     atexit.register(print, 'exit hook of', os.environ['RANK'])
     main,old = sys.modules['__main__'],os.umask(18)
     torchs = 'TORCHELASTIC_ERROR_FILE','TORCHELASTIC_RUN_ID','MASTER_PORT','LEARNERDIST_MEMORY','LEARNERDIST_INIT_METHOD'
-    workers = ('fork','spawn','forkserver') if 'workers' in sys.argv and os.environ['RANK']=='1' else ()
+    forked = '--serve' in open('/proc/self/cmdline').read().split('\\0')
+    workers = sys.argv[2:] if forked and os.environ['RANK']=='1' else ()
     res = dict(
         flags=str(sys.flags), argv=sys.argv, path=sys.path, warn=sys.warnoptions, options=sys._xoptions, hash=hash('a'), cwd=os.getcwd(),
         main=main.__dict__ is globals(), spec=str(main.__spec__).split('0x')[0], names=[__file__,__name__,__package__], umask=old,
@@ -68,7 +69,6 @@ if __name__=='__main__':
         streams=[(o.name,o.line_buffering,o.isatty()) for o in (sys.stdin,sys.stdout,sys.stderr)],
         started=[o for o in getattr(sys, 'orig_argv', []) if not o.isdigit()], read=[*map(read, workers)],
         reads=[reads.rank==os.environ['RANK'],reads.pid==os.getpid()])
-    forked = '--serve' in open('/proc/self/cmdline').read().split('\\0')
     key = multiprocessing.current_process().authkey.hex()
     pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(json.dumps([forked,key,res]))
 '''
@@ -76,25 +76,25 @@ if __name__=='__main__':
 def told(folder): return [json.loads((folder/str(r)).read_text()) for r in range(2)]
 
 @pytest.mark.slow
-@pytest.mark.parametrize('how', ['script',pytest.param('module', marks=pytest.mark.long)])
-def test_a_fork_is_what_python_starts(how, tmp_path):
-    """What a rank can see of itself is the same with and without the server, but for its ids. Each rank imports packages
-    that are not known for itself: this one reads the rank when it is imported"""
+@pytest.mark.parametrize('how,workers', [('script',['fork','spawn']), pytest.param('module',['forkserver'], marks=pytest.mark.long)])
+def test_a_fork_is_what_python_starts(how, workers, tmp_path):
+    """What a rank can see of itself is the same with and without the server, but for its ids; and it has workers. Each rank imports
+    packages that are not known for itself: this one reads the rank when it is imported"""
     write(tmp_path/'my-packages', 'import os\nrank,pid = os.environ.get("LOCAL_RANK"),os.getpid()', 'reads.py')
     target = [write(tmp_path, about)] if how=='script' else ['-m',write(tmp_path, about, 'pack/train.py') and 'pack.train']
-    options,seen = ['--nproc','2'] if how=='script' else ['--nproc','2','--redirects','3'],{}
+    options,seen = ['--nproc','2'] if how=='script' else ['--nproc','2','--redirects','3'],[]
     env = dict(OWN='1', LEARNERDIST_SEED='7', PYTHONPATH=f"{root}:{tmp_path/'my-packages'}")
-    for o in ([],['--no-fork-server']):
+    for server in ([],['--no-fork-server']):
         (tmp_path/'out').mkdir(exist_ok=True)
-        args = [*o,*target,'out',*['workers']*(how=='script')]
-        res = launch(*options, *args, cwd=tmp_path, env=env)
+        res = launch(*options, *server, *target, 'out', *workers, cwd=tmp_path, env=env)
         assert res.returncode==0, res.stderr
         if how=='script': assert sorted(res.stdout.splitlines())==['[r1] exit hook of 1','exit hook of 0']
-        seen[bool(o)] = told(tmp_path/'out')
-    assert [o[0] for o in seen[False]]==[True]*2 and [o[0] for o in seen[True]]==[False]*2
-    assert len({o[1] for o in seen[False]})==2 # not one key for all ranks
-    for (_,_,a),(_,_,b) in zip(seen[False], seen[True]): assert {k: (v,b[k]) for k,v in a.items() if v!=b[k]}=={}
-    assert seen[False][1][2]['read']==([2,2,2] if how=='script' else []) and all(o[2]['reads']==[True,True] for o in seen[False])
+        seen.append(told(tmp_path/'out'))
+    forked,others = seen
+    assert [o[0] for o in forked]==[True]*2 and [o[0] for o in others]==[False]*2
+    assert len({o[1] for o in forked})==2 # not one key for all ranks
+    assert [o[2]['read'] for o in forked]==[[],[2]*len(workers)] and all(o[2]['reads']==[True,True] for o in forked)
+    for (_,_,a),(_,_,b) in zip(forked, others): assert {k: (v,b[k]) for k,v in a.items() if k!='read' and v!=b[k]}=={}
 
 @pytest.mark.long # it changes with their versions
 @pytest.mark.parametrize('name', sorted(o for o in known if o not in sys.stdlib_module_names))
@@ -136,19 +136,18 @@ class Waiting:
     def __init__(self, folder, *options):
         self.folder,self.fifo = folder,folder/'fifo'
         os.mkfifo(self.fifo)
-        self.fd = os.open(self.fifo, os.O_RDWR)
-        command = *launcher,'--nproc','2',*options,write(folder, ends),self.fifo
-        self.proc = subprocess.Popen(command, env=environment(MARK=str(folder)), stderr=subprocess.PIPE, text=True)
+        self.fd,self.n = os.open(self.fifo, os.O_RDWR),int(options[1])
+        self.proc = start(*options, write(folder, ends), self.fifo, env=environment(MARK=str(folder)))
     def ranks(self):
-        "(its process id, its parent's, how it started) of each, when both have begun"
+        "(its process id, its parent's, how it started) of each, when all have begun"
         messages = b''
-        while messages.count(b'\n')<2 and select.select([self.fd], [], [], 120)[0]: messages += os.read(self.fd, 99)
+        while messages.count(b'\n')<self.n and select.select([self.fd], [], [], 120)[0]: messages += os.read(self.fd, 99)
         return [(int(a),int(b),how) for a,b,how in map(str.split, messages.decode().splitlines())]
     def end(self):
         "Its exit status, which processes are left of it, and what it has said"
-        err = self.proc.communicate(timeout=120)[1]
+        res = self.proc.result()
         os.close(self.fd)
-        return self.proc.returncode,left(self.folder),err
+        return res.returncode,left(self.folder),res.stderr
 
 def left(tmp_path, timeout_s=20):
     "Processes of this run, after waiting for those that end"
@@ -161,7 +160,7 @@ def left(tmp_path, timeout_s=20):
 
 @pytest.mark.slow
 def test_no_rank_outlives_its_launcher(tmp_path):
-    run = Waiting(tmp_path)
+    run = Waiting(tmp_path, '--nproc', 2)
     pids,end = [pid for pid,*_ in run.ranks()],time.monotonic()+20
     def parents(): return [int(Path(f'/proc/{o}/stat').read_text().rpartition(')')[2].split()[1]) for o in pids]
     while parents()!=[run.proc.pid]*2 and time.monotonic()<end: time.sleep(.01) # a rank may begin before its first parent ends
@@ -172,18 +171,18 @@ def test_no_rank_outlives_its_launcher(tmp_path):
 @pytest.mark.slow
 def test_restarts_come_from_the_server_as_long_as_it_lives(tmp_path):
     "A rank is killed; then the server and a rank; then a rank of those that were started again, and nothing is left"
-    run = Waiting(tmp_path, '--max-restarts', '2')
-    first = run.ranks()
+    run = Waiting(tmp_path, '--nproc', 1, '--max-restarts', 2)
+    (first,_,how), = run.ranks()
     children = Path(f'/proc/{run.proc.pid}/task/{run.proc.pid}/children').read_text().split()
-    server, = {*map(int, children)}-{o[0] for o in first}
+    server, = {*map(int, children)}-{first}
     for o in ('TERM','INT','HUP','USR1'): os.kill(server, getattr(signal, f'SIG{o}')) # as a batch system sends them to all
-    os.kill(first[0][0], signal.SIGKILL)
-    second = run.ranks()
+    os.kill(first, signal.SIGKILL)
+    (second,_,again), = run.ranks()
     os.kill(server, signal.SIGKILL)
-    os.kill(second[0][0], signal.SIGKILL)
-    third = run.ranks()
-    assert [o[2] for o in first+second+third]==['--serve']*4+['--worker']*2
-    os.kill(third[0][0], signal.SIGKILL)
+    os.kill(second, signal.SIGKILL)
+    (third,_,last), = run.ranks()
+    assert (how,again,last)==('--serve','--serve','--worker')
+    os.kill(third, signal.SIGKILL)
     status,others,err = run.end()
     assert (status,others)==(137,[]), err
-    assert len(re.findall('rank [01] failed first: ended by SIGKILL', err))==3 and 'restart 1 of 2' in err and 'restart 2 of 2' in err, err
+    assert err.count('rank 0 failed first: ended by SIGKILL')==3 and 'restart 1 of 2' in err and 'restart 2 of 2' in err, err

@@ -3,15 +3,15 @@ import fcntl,json,os,pty,re,select,signal,socket,stat,subprocess,sys,termios
 from pathlib import Path
 from types import SimpleNamespace
 import pytest
-from helpers import environment,free_port,launch,launcher,root,write
+from helpers import Fork,environment,free_port,launcher,root,start,write
 from learnerdist.core.compat import torch_version
 from learnerdist.core.hosts import foreign_rank
-from learnerdist.launch.cli import _choose_nproc,get_parser,guess
-from learnerdist.launch import main,processes,run,watch
+from learnerdist.launch.cli import _choose_nproc,get_parser,guess,run_target
+from learnerdist.launch import agent,main,processes,run,watch
 from learnerdist.launch.forkserver import Output
 from learnerdist.launch.watch import Cause,Rank,RanksError,explain,failures
 
-# Says where and how it runs; if not asked to meet the others, without importing torch. Draws without a seed, and warns
+# Says where and how it runs, without importing torch. Draws without a seed, and warns
 script = '''
 import json,os,random,stat,sys,warnings
 import numpy as np
@@ -26,28 +26,28 @@ sockets = [o.split()[1:4] for f in ('tcp', 'tcp6') for o in open(f'/proc/net/{f}
 listens = [a.split(':')[0] for a,_,state in sockets if a.endswith(f':{port}') and state == '0A']
 met = None
 if 'meet' in sys.argv:
-    import torch
-    from learnerdist.all import all_sum,process_group
     with process_group(): met = all_sum(torch.ones(1)).item()
 json.dump(dict(env={k: os.environ.get(k) for k in keys}, argv=sys.argv, path=sys.path[0], name=__name__, file=__file__,
     draws=draws, store=[oct(stat.S_IMODE(os.stat(store).st_mode)), store.name[:12]], listens=listens, met=met,
     main=sys.modules['__main__'].__dict__ is globals()), open(f"{sys.argv[1]}/{os.environ['RANK']}.json", 'w'))
 '''
 
+meeting = f'import torch\nfrom learnerdist.core.collectives import all_sum\nfrom learnerdist.core.env import process_group\n{script}'
+
 pytestmark = pytest.mark.slow
 
-# Fails on rank 1, in a function, while rank 0 waits. It imports torch first, so that it runs in forks of the server
+# Fails on rank 1, in a function, while rank 0 waits: by an exception, then by a crash. It runs in forks of the server
 failing = '''import torch
 import ctypes,os,signal,sys,threading
-def train(how, mark=f"{os.path.dirname(sys.argv[0])}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"): # rank 0 has spoken
+def train(attempt):
+    mark = f"{os.path.dirname(sys.argv[0])}/{attempt}.mark" # rank 0 has spoken
     if os.environ['RANK'] != '1': open(mark, 'w').close() or threading.Event().wait()
     while not os.path.exists(mark): threading.Event().wait(.01)
-    if how == 'raise':
+    if attempt == '0':
         raise ValueError('a bad batch')
-    if how == 'crash':
-        ctypes.string_at(0)
+    ctypes.string_at(0)
 print('I am', os.environ['RANK'])
-train(sys.argv[1])
+train(os.environ['TORCHELASTIC_RESTART_COUNT'])
 '''
 
 # Tells a FIFO that it is there, then waits; so does its child
@@ -84,18 +84,17 @@ noisy = sys.executable,'-W','default','-m','learnerdist.launch' # would warn of 
 def messages(folder): return [json.loads(o.read_text()) for o in sorted(folder.glob('*.json'))]
 
 def test_two_launches_side_by_side_run_as_under_python(tmp_path):
-    "A script by the command, and a module on chosen GPUs by the console script. Ranks meet in a folder of their own, and draw alike"
+    "A script, and a module on chosen GPUs. Ranks meet in a folder of their own, and draw alike"
     (a,b),mine = (tmp_path/'a', tmp_path/'b'),['--nproc', '3', '-m', 'x y', '--n', '9'] # --n is no abbreviation of ours
     for o in (a, b): o.mkdir()
-    file = write(tmp_path, script)
+    file = write(tmp_path, meeting)
     write(tmp_path, script, 'my_train.py')
-    console = sys.executable,'-c','import sys; from learnerdist.launch import main; sys.exit(main())'
     gpus = environment(CUDA_VISIBLE_DEVICES='4,5,6', OMP_NUM_THREADS='3', PYTHONPATH=f'{root}:{tmp_path}')
-    commands = [*noisy, '--nproc', '2', 'train.py', a, *mine, 'meet'],[*console, '--gpus', '0,2', '-m', 'my_train', b, '-m']
-    (status,said_),(other_status,told) = at_once(commands, [environment(), gpus], tmp_path)
-    assert status == other_status == 0, said_+told
-    assert said_.count('OMP_NUM_THREADS') == said_.count('Warning') == said_.count('UserWarning: a library warns') == 1, said_
-    assert 'OMP_NUM_THREADS' not in told
+    runs = start('--nproc', 2, 'train.py', a, *mine, 'meet', cwd=tmp_path),start('--gpus', '0,2', '-m', 'my_train', b, '-m', env=gpus)
+    said,told = (o.result() for o in runs)
+    assert said.returncode == told.returncode == 0, said.stderr+told.stderr
+    assert all(said.stderr.count(o) == 1 for o in ('OMP_NUM_THREADS','Warning','UserWarning: a library warns')), said.stderr
+    assert 'OMP_NUM_THREADS' not in told.stderr
     for r,o in enumerate(messages(a)):
         assert o['argv'][1:] == [str(a), *mine, 'meet'] and Path(o['argv'][0]).name == 'train.py'
         assert (o['path'], o['name'], o['file'], o['main']) == (str(tmp_path), '__main__', str(file), True)
@@ -108,27 +107,26 @@ def test_two_launches_side_by_side_run_as_under_python(tmp_path):
     assert zero['draws'] == one['draws'] and zero['draws'][0] != other['draws'][0]
     assert zero['store'] == one['store'] == ['0o700','learnerdist-'] and zero['met'] == 2
 
-def at_once(commands, envs=None, cwd=None):
-    "(exit status, what it says on stderr) of each of these, which run at the same time"
-    envs = envs or [environment()]*len(commands)
-    runs = [subprocess.Popen([*map(str, c)], env=e, cwd=cwd, stderr=subprocess.PIPE, text=True) for c,e in zip(commands, envs)]
-    messages = [o.communicate(timeout=120)[1] for o in runs]
-    return [(o.returncode,s) for o,s in zip(runs, messages)]
-
-def test_failing_rank_is_named(tmp_path):
+def test_each_attempt_is_reported(tmp_path):
+    "By the command: an exception, and after a restart a crash. What the user wants of the output is done, and nothing else is left"
     file = write(tmp_path, failing)
-    res = launch('--nproc', 2, file, 'raise', env=dict(TMPDIR=str(tmp_path)))
-    assert (res.returncode, sorted(res.stdout.splitlines())) == (1, ['I am 0', '[r1] I am 1']) # in the order in which they come
-    assert f'rank 1 failed first: ValueError: a bad batch ({file}:7)' in res.stderr and 'failed too' not in res.stderr
-    messages = [o for o in res.stderr.splitlines() if 'OMP_NUM_THREADS' not in o]
-    assert messages[1:3] == [f'  File "{file}", line 11, in <module>','    train(sys.argv[1])'] # as Python: the innermost last
-    assert messages[3:5] == [f'  File "{file}", line 7, in train',"    raise ValueError('a bad batch')"]
-    trace, = tmp_path.glob('*.txt')
-    assert len(messages) == 6 and messages[5] == f'learnerdist.launch: all tracebacks: {trace} (--verbose prints them)'
+    log = tmp_path/'log'
+    options = '--nproc','2','--max-restarts','1','--log-dir',log,'--redirects','1:1',file
+    res = subprocess.run([*noisy, *map(str, options)], env=environment(TMPDIR=str(tmp_path)), capture_output=True, text=True, timeout=120)
+    assert res.returncode == 139 and res.stdout == 'I am 0\n'*2 and 'Warning' not in res.stderr
+    trace, = log.glob('*.txt')
+    first = f'learnerdist.launch: rank 1 failed first: ValueError: a bad batch ({file}:8)\n'
+    second = f'learnerdist.launch: rank 1 failed first: ended by SIGSEGV (Segmentation fault, {file}:9 in train: ctypes.string_at(0))\n'
+    outer = f'  File "{file}", line 11, in <module>\n    train(os.environ[\'TORCHELASTIC_RESTART_COUNT\'])\n' # the innermost last
+    inner = f'  File "{file}", line {{}}, in train\n    {{}}\n'
+    said = first+outer+inner.format(8, "raise ValueError('a bad batch')")
+    said += f'learnerdist.launch: all tracebacks: {trace} (--verbose prints them)\nlearnerdist.launch: restart 1 of 1\n'
+    said += second+outer+inner.format(9, 'ctypes.string_at(0)')
+    assert res.stderr.partition('processes\n')[2] == said # after the line on OMP_NUM_THREADS
     assert trace.read_text().startswith(f'rank 1:\nTraceback (most recent call last):\n  File "{file}", line 11, in <module>')
     assert stat.S_IMODE(trace.stat().st_mode) == 0o600 # nor can its name be foreseen
-    trace.unlink()
-    assert os.listdir(tmp_path) == ['train.py']
+    assert [o.read_text() for o in sorted(log.glob('*/*/1/stdout.log'))] == ['I am 1\n']*2
+    assert {o.name for o in tmp_path.iterdir()} == {'train.py','log','0.mark','1.mark'}
 
 def test_a_report_is_short(ended):
     "The last three frames, of which the innermost stands at the end"
@@ -180,27 +178,29 @@ def test_labels_where_torch_has_no_option_for_them(tmp_path):
     assert out.label == '[r1] '
 
 def test_an_unknown_host_is_said_at_once(tmp_path):
-    command = [*launcher, '--nnodes', '2', '--rdzv-endpoint', 'no-such-host.invalid:29555', '--nproc', '1', write(tmp_path, '')]
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as proc:
-        line = next(o for o in proc.stderr if 'OMP_NUM' not in o)
+    ours,theirs = os.pipe()
+    proc = start('--nnodes', 2, '--rdzv-endpoint', 'no-such-host.invalid:29555', '--nproc', 1, write(tmp_path, ''), outs=[0,1,theirs])
+    os.close(theirs)
+    with open(ours) as said:
+        line = next(o for o in said if 'OMP_NUM' not in o)
         assert line.startswith('learnerdist.launch: this machine does not know no-such-host.invalid, or no way to it')
-        proc.terminate() # while it waits in C++
-        assert proc.wait(20) == -signal.SIGTERM and 'Traceback' not in proc.stderr.read()
+        proc.send_signal(signal.SIGTERM) # while it waits in C++
+        assert proc.wait(20) == -signal.SIGTERM and 'Traceback' not in said.read()
 
-def test_a_port_that_another_program_has(tmp_path):
+def test_a_port_that_another_program_has(tmp_path, monkeypatch):
     "It takes connections, and never answers: the launcher says so, and ends"
-    code = 'import sys; from learnerdist.launch import agent,main; agent.unanswered_s = 1; sys.exit(main())'
+    monkeypatch.setattr(agent, 'unanswered_s', -.5)
     with socket.create_server(('127.0.0.1', 0)) as server:
         at = f'127.0.0.1:{server.getsockname()[1]}'
         options = '--nnodes','2','--nproc','1','--rdzv-endpoint',at,'--rdzv-conf','read_timeout=1','--no-fork-server'
-        res = launch(*options, write(tmp_path, ''), command=[sys.executable,'-c',code])
+        res = start(*options, write(tmp_path, '')).result()
     assert res.returncode == 1 and f'learnerdist.launch: {at} does not answer as a rendezvous: another program has' in res.stderr
 
-def test_another_launch_had_this_endpoint(tmp_path):
+def test_another_launch_had_this_endpoint(tmp_path, monkeypatch):
     "torchrun's agent takes this launch for a spare machine, and leaves without an error when the other one is done"
-    code = 'import sys; from learnerdist.launch import agent,main; agent.Agent.run = lambda self: None; sys.exit(main())'
+    monkeypatch.setattr(agent.Agent, 'run', lambda self: None)
     at = f'127.0.0.1:{free_port()}'
-    res = launch('--nproc', '1', '--rdzv-endpoint', at, '--no-fork-server', write(tmp_path, ''), command=[sys.executable,'-c',code])
+    res = start('--nproc', 1, '--rdzv-endpoint', at, '--no-fork-server', write(tmp_path, '')).result()
     assert res.returncode == 1 and f'{at}; does another launch have it? Then give each its own --rdzv-endpoint' in res.stderr
 
 wrong = '''import asyncio,os,signal,sys,threading
@@ -217,23 +217,11 @@ threading.Event().wait()
 def test_the_rank_that_failed_is_named(how, messages, status, tmp_path):
     "And not one that torchrun ends because of it, by SIGTERM, or by SIGKILL where it does not hear that"
     soon = ['--shutdown-timeout','1'] if torch_version>=(2,9) else []
-    res = launch('--nproc', 3, *soon, write(tmp_path, wrong), how, env=dict(TMPDIR=str(tmp_path)))
+    res = start('--nproc', 3, *soon, write(tmp_path, wrong), how, env=environment(TMPDIR=str(tmp_path))).result()
     lines = [o for o in res.stderr.splitlines() if ' failed ' in o]
     first = f'learnerdist.launch: rank 2 failed first: {messages}'
     assert res.returncode == status and len(lines) == 1 and lines[0].startswith(first), res.stderr
     assert res.stdout == '[r2] my hook no\n'*(how == 'in C')
-
-def test_each_attempt_is_reported(tmp_path):
-    "A crash has a line, in each attempt; the log folder of the user's is kept, and so are his wishes about the output"
-    file = write(tmp_path, failing)
-    options = '--nproc','2','--max-restarts','1','--log-dir',tmp_path/'log','--redirects','1:1'
-    res = launch(*options, file, 'crash', command=noisy)
-    assert res.returncode == 139 and res.stdout == 'I am 0\n'*2 and 'Warning' not in res.stderr
-    report = f'learnerdist.launch: rank 1 failed first: ended by SIGSEGV (Segmentation fault, {file}:9 in train: ctypes.string_at(0))\n'
-    report += f'  File "{file}", line 11, in <module>\n    train(sys.argv[1])\n'
-    report += f'  File "{file}", line 9, in train\n    ctypes.string_at(0)\n'
-    assert res.stderr.endswith(f'{report}learnerdist.launch: restart 1 of 1\n{report}')
-    assert [o.read_text() for o in sorted((tmp_path/'log').glob('*/*/1/stdout.log'))] == ['I am 1\n']*2
 
 @pytest.fixture
 def ended(tmp_path):
@@ -274,15 +262,14 @@ def test_what_somebody_kills_is_the_cause_and_what_the_launcher_ends_is_not(ende
     lines = ['rank 1 failed first: ValueError: Oops (x.py:3)','rank 0 failed too: ended by SIGABRT']
     assert heads([ended(0, -6),raised]) == lines
 
-def start_waiting(folder, *command, how='wait', **kw):
-    "A process whose two ranks wait, and the ids of those ranks and of their children"
+def start_waiting(folder, *options, how='wait', **kw):
+    "A launcher whose two ranks wait, and the ids of those ranks and of their children"
     folder.mkdir(exist_ok=True)
     fifo = folder/'fifo'
     os.mkfifo(fifo)
     fd,messages = os.open(fifo, os.O_RDWR),b''
-    text = waiting if how in ('in C','saves') else waiting.removeprefix('import torch\n') # forks, and new interpreters
-    command = *command,str(write(folder, text)),str(fifo),how
-    proc = subprocess.Popen(command, env=environment(), **(dict(stderr=subprocess.DEVNULL) | kw))
+    text = waiting if how == 'in C' else waiting.removeprefix('import torch\n') # forks, and new interpreters
+    proc = start('--nproc', 2, *options, write(folder, text), fifo, how, **kw)
     def pids():
         nonlocal messages
         while messages.count(b'\n') < 2 and select.select([fd], [], [], 60)[0]: messages += os.read(fd, 99)
@@ -305,20 +292,20 @@ def ignore_hup(): signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 def test_no_process_is_left_after_a_signal(tmp_path):
     soon = ['--shutdown-timeout','2'] if torch_version>=(2,9) else []
-    command = *launcher,'--nproc','2','--max-restarts','2',*soon
-    patient,pids_ = start_waiting(tmp_path/'saves', *launcher, '--nproc', '2', how='saves') # with torchrun's 30 seconds to shut down
-    failed,of_failed = start_waiting(tmp_path/'raise', *launcher, '--nproc', '2', how='raise') # and its children hear no signal
-    cases = {signal.SIGINT: 130, signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGHUP: 75}
-    # SIGINT finds ranks that wait in C, the first signal of the last one is ignored as under nohup, and its ranks put their work off
-    hows = {signal.SIGINT: dict(how='in C'), signal.SIGHUP: dict(how='put off', preexec_fn=ignore_hup)}
-    runs = {sig: start_waiting(tmp_path/sig.name, *command, **hows.get(sig, {})) for sig in cases}
-    pids = {sig: o[1]() for sig,o in runs.items()}
-    pids['saves'],pids['raise'] = pids_(),of_failed()
-    patient.send_signal(signal.SIGINT)
-    for sig,(proc,_) in runs.items(): proc.send_signal(sig)
-    runs[signal.SIGHUP][0].send_signal(signal.SIGTERM)
-    assert {sig: proc.wait(60) for sig,(proc,_) in runs.items()} == cases
-    assert failed.wait(60) == 1 and patient.wait(60) == 130 and all((tmp_path/f'saves/fifo.{r}').exists() for r in range(2))
+    # SIGINT finds ranks that wait in C; ranks that save have torchrun's 30 seconds to shut down; children of those that raise hear no
+    # signal; the first signal of the last one is ignored as under nohup, and its ranks put their work off
+    cases = {'in C': (signal.SIGINT,130), 'saves': (signal.SIGINT,130), 'raise': (None,1), 'killed': (signal.SIGKILL,-9),
+             'ended': (signal.SIGTERM,143), 'put off': (signal.SIGHUP,75)}
+    runs = {}
+    for how in cases:
+        options = ['--max-restarts',2,*soon]*(how not in ('saves','raise'))
+        runs[how] = start_waiting(tmp_path/how, *options, how=how, begin=ignore_hup if how=='put off' else int)
+    pids = {how: o[1]() for how,o in runs.items()}
+    for how,(sig,_) in cases.items():
+        if sig: runs[how][0].send_signal(sig)
+    runs['put off'][0].send_signal(signal.SIGTERM)
+    assert {how: o[0].wait(60) for how,o in runs.items()} == {how: status for how,(_,status) in cases.items()}
+    assert all((tmp_path/f'saves/fifo.{r}').exists() for r in range(2))
     assert all(all_end(o) for o in pids.values())
 
 # --- ranks that leave, and ranks that do not ----------------------------------------------------------------------
@@ -326,16 +313,17 @@ def test_no_process_is_left_after_a_signal(tmp_path):
 failing_alone = """
 import os
 if os.environ['RANK'] == '1': import no_such_module
-from learnerdist.all import process_group
+from learnerdist.core.env import process_group
 with process_group(): pass
 """
 
 def test_a_rank_that_fails_before_the_group_is_heard_on_other_machines(tmp_path):
     "One rank to a launcher, so that no other rank of its own machine hears it; the first launcher runs the store"
     file,at = write(tmp_path, failing_alone),f'127.0.0.1:{free_port()}'
-    agent = *launcher,'--nnodes','2','--nproc','1','--rdzv-endpoint',at
-    status,messages = zip(*at_once([[*agent, '--rdzv-conf', f'is_host={i == 0}', file] for i in range(2)]))
-    assert status == (1,1), messages
+    agents = [start('--nnodes', 2, '--nproc', 1, '--rdzv-endpoint', at, '--rdzv-conf', f'is_host={i == 0}', file) for i in range(2)]
+    found = [o.result() for o in agents]
+    messages = [o.stderr for o in found]
+    assert [o.returncode for o in found] == [1,1], messages
     assert sum('learnerdist.launch: rank 1 failed first: ModuleNotFoundError' in o for o in messages) == 1, messages
     assert sum('learnerdist.launch: rank 1 failed with ModuleNotFoundError: No module named' in o for o in messages) == 1, messages
 
@@ -348,10 +336,10 @@ class FakeRank:
 def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
     ours,theirs = pty.openpty()
     def at_terminal():
+        os.close(ours)
         os.setsid()
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
-    streams = dict.fromkeys(('stdin', 'stdout', 'stderr'), theirs)
-    proc,pids = start_waiting(tmp_path, *launcher, '--nproc', '2', how='say', preexec_fn=at_terminal, **streams)
+    proc,pids = start_waiting(tmp_path, how='say', begin=at_terminal, outs=[theirs]*3)
     os.close(theirs)
     shown = b''
     def has_all(): return b'on a terminal' in shown and b'on no terminal' in shown
@@ -441,17 +429,21 @@ def test_launchers_that_mpirun_starts(capsys, monkeypatch):
     with pytest.raises(SystemExit): main(['--nproc', '2', '--no-fork-server', __file__])
     assert '2 processes run this launcher, each alone: let mpirun run the script itself' in capsys.readouterr().err
 
+def task(argv): run_target(argv)
+
 def test_slurm_by_task_and_by_node(tmp_path):
     "Two tasks on one node are two ranks, without the launcher; on two nodes (which are this machine) agents with two ranks each"
     (a,b),file = (tmp_path/'a', tmp_path/'b'),write(tmp_path, script)
     for o in (a, b): o.mkdir()
-    alone = write(tmp_path, f'from learnerdist.core.env import read_launcher\nread_launcher()\n{script}', 'alone.py')
+    alone = write(tmp_path, f'from learnerdist.core.env import read_launcher\nread_launcher()\n{meeting}', 'alone.py')
     ports = [dict(MASTER_PORT=str(free_port())) for _ in range(2)]
     tasks = [dict(SLURM_PROCID=r, SLURM_NTASKS=2, SLURM_LOCALID=r, SLURM_NODEID=0, SLURM_NNODES=1) for r in range(2)]
     nodes = [dict(SLURM_PROCID=n, SLURM_NTASKS=2, SLURM_LOCALID=0, SLURM_NODEID=n) for n in range(2)]
-    envs = [environment(**slurm | {k: str(v) for k,v in o.items()} | p) for group,p in zip((tasks, nodes), ports) for o in group]
-    found = at_once([[sys.executable, alone, a, 'meet']]*2 + [[*launcher, '--nproc', '2', file, b]]*2, envs)
-    assert [o[0] for o in found] == [0]*4, found
+    def env(o, port): return environment(**slurm | {k: str(v) for k,v in o.items()} | port)
+    runs = [Fork(task, [str(alone),str(a),'meet'], env=env(o, ports[0])) for o in tasks]
+    runs += [start('--nproc', 2, file, b, env=env(o, ports[1])) for o in nodes]
+    found = [o.result() for o in runs]
+    assert [o.returncode for o in found] == [0]*4, found
     keys = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'
     assert [[int(o['env'][k]) for k in keys] for o in messages(a)] == [[0,2,0,2], [1,2,1,2]]
     assert [[int(o['env'][k]) for k in keys] for o in messages(b)] == [[0,4,0,2], [1,4,1,2], [2,4,0,2], [3,4,1,2]]
