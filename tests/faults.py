@@ -3,6 +3,7 @@
 `python tests/faults.py [--write]` runs all of them through the launcher and prints a table (or puts it into
 nbs/tutorials/failures.ipynb); test_failure.py runs a sample. Under the launcher this is the run that fails, in ranks that are forks."""
 import torch,argparse,atexit,ctypes,json,os,re,signal,subprocess,sys,tempfile,time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 import machines
@@ -86,13 +87,13 @@ class Outcome(NamedTuple):
 
 def run(fault, phase, limit_s=100):
     "One run, whose processes are known by a variable of their environment"
+    from helpers import environment,start # which ranks do not need
     with tempfile.TemporaryDirectory() as d:
-        env = os.environ | dict(FAULT_DIR=d, PYTHONPATH=str(root), OMP_NUM_THREADS='1')
+        env = dict(FAULT_DIR=d, OMP_NUM_THREADS='1')
         if phase=='two machines': messages,status = on_two_machines(env, d, limit_s)
         else:
             wait = ['--wait',str(timeout_s)] if phase in ends else []
-            command = *launcher,'--nproc','2',*wait,__file__,fault,phase
-            res = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=limit_s)
+            res = start('--nproc', 2, *wait, __file__, fault, phase, env=environment(**env)).result(limit_s)
             messages,status = report(res.stderr),res.returncode
         end = time.monotonic()+limit_s
         while ours(d) and time.monotonic()<end: time.sleep(.05)
@@ -113,10 +114,10 @@ def report(text):
 def on_two_machines(env, folder, limit_s):
     "A rank on each of two machines, whose link is cut: what both launchers said, and the least status"
     command = *launcher,'--nnodes','2','--nproc','1','--shutdown-timeout','2','--rdzv-endpoint','machine-a:29500'
-    env = {k:v for k,v in env.items() if k!='GLOO_SOCKET_IFNAME'}
-    with machines.machines() as (on,cable):
+    env = {k:v for k,v in os.environ.items() if k!='GLOO_SOCKET_IFNAME'} | dict(PYTHONPATH=str(root)) | env
+    with machines.machines() as (enter,cable):
         kw = dict(env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        runs = [subprocess.Popen(on(i, *command, __file__, 'cut link', 'two machines'), **kw) for i in (0,1)]
+        runs = [subprocess.Popen([*command, __file__, 'cut link', 'two machines'], preexec_fn=partial(enter, i), **kw) for i in (0,1)]
         try:
             end = time.monotonic()+limit_s
             while not Path(folder, 'cut').exists() and time.monotonic()<end: time.sleep(.05)

@@ -2,7 +2,7 @@
 
 Needs root, `ip` (iproute2) and /dev/net/tun: see `usable`. The cable is a thread that carries Ethernet frames between TAP devices,
 so a machine that is cut off gets no word of it: no FIN, no link that is down."""
-import ctypes,fcntl,heapq,os,selectors,struct,subprocess,tempfile,threading,time
+import ctypes,fcntl,heapq,os,selectors,socket,struct,subprocess,tempfile,threading,time
 from contextlib import ExitStack,contextmanager
 from functools import cache
 
@@ -22,6 +22,10 @@ def usable()->bool:
 # What /etc/hosts of machine i of n says: all machines; none; itself as 127.0.1.1, as Debian's installer writes it
 names = dict(all=lambda i, n: ''.join(f'{_address.format(j+1)} {o}\n' for j,o in enumerate(hosts[:n])), none=lambda i, n: '',
              debian=lambda i, n: f'127.0.1.1 {hosts[i]}\n')
+
+def _enter(space):
+    "Let this thread be in a network namespace"
+    with open(f'/run/netns/{space}') as f: assert not ctypes.CDLL(None).setns(f.fileno(), 0x40000000) # CLONE_NEWNET
 
 class Cable:
     "Carries frames between machines, while its `with` block lasts"
@@ -44,7 +48,7 @@ class Cable:
 
     def _open(self, space):
         "The descriptor of a machine's device; this thread is then in its namespace"
-        with open(f'/run/netns/{space}') as f: assert not ctypes.CDLL(None).setns(f.fileno(), 0x40000000) # CLONE_NEWNET
+        _enter(space)
         fd = os.open('/dev/net/tun', os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(fd, 0x400454ca, struct.pack('16sH22x', b'link0', 0x1002)) # TUNSETIFF: IFF_TAP, IFF_NO_PI
         return fd
@@ -71,16 +75,18 @@ class Cable:
 
 @contextmanager
 def machines(n=2, known='all'):
-    "Yields (a function that prefixes a command so that it runs on machine i, the `Cable`); `known`: a key of `names`"
+    "Yields (a function that lets a process of one thread be on machine i, the `Cable`); `known`: a key of `names`"
     ids = [f'ld{os.getpid()}{o}' for o in 'abcd'[:n]]
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.NamedTemporaryFile('w', suffix='.hosts')) for _ in ids]
         for i,f in enumerate(files):
             f.write('127.0.0.1 localhost\n' + names[known](i, n))
             f.flush()
-        def on(i, *command): # `ip netns exec` has mounts of its own
-            setup = f'mount --bind {files[i].name} /etc/hosts && hostname {hosts[i]} && exec "$@"'
-            return ['ip','netns','exec',ids[i],'unshare','-u','sh','-c',setup,'sh',*map(str, command)]
+        def enter(i):
+            _enter(ids[i])
+            assert not ctypes.CDLL(None).unshare(0x4020000) # CLONE_NEWUTS, CLONE_NEWNS
+            for o in (['--make-rprivate','/'],['--bind',files[i].name,'/etc/hosts']): subprocess.run(['mount',*o], check=True)
+            socket.sethostname(hosts[i])
         for i,o in enumerate(ids):
             _ip('netns', 'add', o)
             stack.callback(_ip, 'netns', 'del', o)
@@ -88,4 +94,4 @@ def machines(n=2, known='all'):
             _ip('-n', o, 'link', 'set', 'link0', 'address', f'02:00:00:00:00:{i:02x}')
             _ip('-n', o, 'addr', 'add', f'{_address.format(i+1)}/24', 'dev', 'link0')
             for link in ('lo','link0'): _ip('-n', o, 'link', 'set', link, 'up')
-        with Cable(ids) as cable: yield on,cable
+        with Cable(ids) as cable: yield enter,cable

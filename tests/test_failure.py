@@ -1,6 +1,5 @@
 "One rank fails: within seconds the others raise an error that names it and carries its exception"
 import itertools,os,threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from datetime import timedelta
 import faults
@@ -168,15 +167,15 @@ set_timeout = getattr(dist, 'set_timeout', dist.distributed_c10d._set_pg_timeout
 class Hang(Callback):
     "Rank 2 does not come to the next exchange, and the others' patience is short from now on"
     def after_step(self):
-        set_timeout(timedelta(seconds=4), current_group())
-        self.learn.runner.links.timeout_s = 4
+        set_timeout(timedelta(seconds=2), current_group())
+        self.learn.runner.links.timeout_s = 2
         if group_rank()==2: stuck()
 
 def hangs():
     learn = make()
     with learn.distrib_ctx(): learn.fit(1, cbs=Hang)
 
-@pytest.mark.parametrize('env,messages', [({}, 'timed out: 4 s without a word from rank '),
+@pytest.mark.parametrize('env,messages', [({}, 'timed out: 2 s without a word from rank '),
                                       (dict(LOCAL_WORLD_SIZE='1'), '')]) # then gloo's own words
 def test_a_rank_that_hangs_is_found(env, messages):
     "One rank says what it has waited for, the launcher where each of them is"
@@ -190,12 +189,19 @@ def test_a_rank_that_hangs_is_found(env, messages):
     assert len(lines)==4 and [o[:8] for o in lines[1:]]==[f'  rank {r}' for r in range(3)]
 
 @pytest.mark.slow
-@pytest.mark.parametrize('cases', [[('raise','loader worker'), ('stop','after the context')],
-                                   pytest.param([('SIGKILL','saving')], marks=pytest.mark.long)]) # a link is cut in test_machines.py
-def test_faults_through_the_launcher(cases):
-    "A sample of `python tests/faults.py`, whose table is in nbs/tutorials/failures.ipynb; they run at the same time"
-    with ThreadPoolExecutor() as pool: outcomes = [*pool.map(lambda o: faults.run(*o, limit_s=250), cases)]
-    assert [faults.complaints(o) for o in outcomes]==[[]]*len(cases), outcomes
+@pytest.mark.parametrize('fault,phase', [('stop','after the context'), pytest.param('SIGKILL','saving', marks=pytest.mark.long)])
+def test_faults_through_the_launcher(fault, phase, monkeypatch):
+    "A sample of `python tests/faults.py`, whose table is in nbs/tutorials/failures.ipynb. A link is cut in test_machines.py"
+    monkeypatch.setattr(faults, 'timeout_s', 1)
+    outcome = faults.run(fault, phase, limit_s=250)
+    assert faults.complaints(outcome)==[], outcome
+
+def test_a_fault_in_a_worker_of_a_loader(tmp_path):
+    "The report has its exception, and its line"
+    found = run_ranks(faults.train, 2, 'raise', 'loader worker', errors='return', env=dict(FAULT_DIR=tmp_path))
+    lines = explain(sorted(found, key=lambda o: (o.cause,o.time)))
+    outcome = faults.Outcome('raise', 'loader worker', 0., 1, '\n'.join(lines), True)
+    assert faults.complaints(outcome)==[], outcome
 
 def raised(f):
     try: f()

@@ -1,11 +1,13 @@
 """Several machines, as network namespaces on this one: see machines.py. Needs root."""
+import torch,learnerdist.all # noqa: F401 # first, so that ranks are forks of a process that has them
 import os,re,signal,subprocess,sys,time
+from functools import partial
 from pathlib import Path
-import pytest,torch
+import pytest
 import machines
+from helpers import root,start
 
 pytestmark = pytest.mark.skipif(not machines.usable(), reason='needs root, ip and /dev/net/tun')
-root = Path(__file__).parent.parent
 
 def train(how, bs=2):
     "What each rank runs. how: 'fit': to its end, and rank 0 saves the weights; 'on': until something happens to it"
@@ -23,18 +25,17 @@ def train(how, bs=2):
     if not rank_distrib(): torch.save(learn.model.state_dict(), folder/'model.pth')
 
 class Launch:
-    "The same command on each machine"
-    def __init__(self, on, n, folder, how, *options):
+    "The same launcher on each machine"
+    def __init__(self, enter, n, folder, how, *options):
         self.folder = folder
         env = {k:v for k,v in os.environ.items() if k!='GLOO_SOCKET_IFNAME'}
         env |= dict(MACHINES_DIR=str(folder), PYTHONPATH=str(root), OMP_NUM_THREADS='1')
-        command = sys.executable,'-m','learnerdist.launch','--nnodes',str(n),'--nproc','2','--rdzv-endpoint','machine-a:29500'
+        args = '--nnodes',n,'--nproc',2,'--rdzv-endpoint','machine-a:29500',*options,__file__,how
         self.out = [folder/f'{i}.txt' for i in range(n)]
         self.runs = []
         for i in range(n):
             with open(self.out[i], 'w') as f:
-                run = subprocess.Popen(on(i, *command, *options, __file__, how), env=env, stdout=f, stderr=f)
-            self.runs.append(run)
+                self.runs.append(start(*args, env=env, outs=[0,f.fileno(),f.fileno()], begin=partial(enter, i)))
 
     def __enter__(self): return self
     def __exit__(self, *exc):
@@ -74,10 +75,11 @@ def alone(folder, monkeypatch, bs):
 def same(a, b): return all(torch.allclose(a[k], b[k], rtol=0, atol=1e-9) for k in a)
 
 def trains_as_one(n, folder, monkeypatch, delay_s=0., known='all', endpoint='machine-a:29500'):
-    with machines.machines(n, known) as (on,cable):
+    with machines.machines(n, known) as (enter,cable):
         cable.delay_s = delay_s
-        with Launch(on, n, folder, 'fit', '--rdzv-endpoint', endpoint) as run: assert run.statuses()==[0]*n, run.texts()
-    assert not any(re.sub('.*waits for the other machines.*\n', '', o) for o in run.texts()), run.texts()
+        with Launch(enter, n, folder, 'fit', '--rdzv-endpoint', endpoint) as run: assert run.statuses()==[0]*n, run.texts()
+    known_lines = r'.*(waits for the other machines|\[c10d\]).*\n' # and what the command hides
+    assert not any(re.sub(known_lines, '', o) for o in run.texts()), run.texts()
     weights = torch.load(folder/'model.pth')
     assert same(weights, alone(folder, monkeypatch, 4*n)), weights
 
@@ -101,7 +103,7 @@ def no_way(i): return f'machine-{"abcd"[i]} cannot reach machine-a:29500, where 
 @pytest.mark.long
 def test_a_rank_is_killed(tmp_path):
     "Both launchers name the rank, at once"
-    with machines.machines() as (on,_), Launch(on, 2, tmp_path, 'on') as run:
+    with machines.machines() as (enter,_), Launch(enter, 2, tmp_path, 'on') as run:
         os.kill(run.wait_begun(4)[3], signal.SIGKILL)
         assert run.statuses()==[1,137]
         run.wait_for(0, 'rank 3 ended by SIGKILL')
@@ -113,7 +115,7 @@ def test_a_rank_is_killed(tmp_path):
 @pytest.mark.parametrize('how', ['killed','vanishes'])
 def test_a_machine_is_gone(how, n, i, tmp_path):
     "All others name it within 30 s, and end. On machine 0 is the store in which the launchers meet"
-    with machines.machines(n) as (on,cable), Launch(on, n, tmp_path, 'on') as run:
+    with machines.machines(n) as (enter,cable), Launch(enter, n, tmp_path, 'on') as run:
         run.wait_begun(2*n)
         if how=='killed':
             for pid in run.processes(i): os.kill(pid, signal.SIGKILL)
@@ -128,7 +130,7 @@ def test_a_machine_is_gone(how, n, i, tmp_path):
 @pytest.mark.parametrize('cut_s', [5,20])
 def test_a_link_comes_back(cut_s, tmp_path):
     "After 5 s the run goes on. After 20 s it has ended, and each machine names the other"
-    with machines.machines() as (on,cable), Launch(on, 2, tmp_path, 'on') as run:
+    with machines.machines() as (enter,cable), Launch(enter, 2, tmp_path, 'on') as run:
         run.wait_begun(4)
         cable.cut.add(1)
         begun,end = tmp_path/'0.begun',time.monotonic()+30
