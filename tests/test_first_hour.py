@@ -1,12 +1,13 @@
 "What a newcomer gets wrong in the first hour, and what is said then"
 import subprocess,sys,warnings
+from types import ModuleType
 
 import pytest,torch
 from torch import nn
 from torch.utils.data import DataLoader,TensorDataset
 
 from learnerdist.all import (DataLoaders,Learner,SaveModelCallback,TfmdDL,is_rank0)
-from learnerdist.testing import run_ranks
+from learnerdist.testing import RanksError,run_ranks
 
 x = torch.linspace(-3, 3, 24)[:,None]
 ds = TensorDataset(x, x.sin())
@@ -122,13 +123,16 @@ if __name__=='__main__':
     run(main, nproc=2)
 """
 
-@pytest.mark.slow
-def test_main_under_the_guard(tmp_path):
+def test_main_under_the_guard(tmp_path, monkeypatch):
+    "As `python guard.py`, of which each rank imports what is not under the guard"
     file = tmp_path/'guard.py'
     file.write_text(script)
-    res = subprocess.run([sys.executable, file], capture_output=True, text=True)
-    assert "without what is under `if __name__=='__main__':`: define the function above that line" in res.stderr
-    assert 'what functools.cache wraps is not sent' in res.stderr
+    main = ModuleType('__main__')
+    main.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, '__main__', main)
+    with pytest.raises(RanksError) as e: exec(script, vars(main))
+    assert "without what is under `if __name__=='__main__':`: define the function above that line" in str(e.value)
+    assert 'what functools.cache wraps is not sent' in str(e.value)
 
 helped = """import sys
 if {prompt}: sys.ps1 = '>>> '

@@ -1,9 +1,9 @@
 """SIGTERM wherever it comes: the run saves, or its launcher says which state is newest; and going on ends with the same weights"""
-import os,random,re,signal,subprocess,sys,time
-from concurrent.futures import ThreadPoolExecutor
+import os,random,re,signal,time
 from pathlib import Path
 from typing import NamedTuple
 import pytest,torch
+from helpers import environment,start
 from learnerdist.checkpoint.snapshot import newest_in,weights_in
 
 script = """import os,signal,sys,time
@@ -58,18 +58,19 @@ class Moment(NamedTuple):
     delay_s:float
     to:str     # Who gets it: the 'launcher', as by a user; 'all' processes, as by Slurm; 'rank' 0
 
-def interrupted(folder, moment=None, nproc=2, held=()):
-    "One launch in `folder`: its exit status, and what it has printed. held: phases in which the run waits for the signal"
+def begun(folder, nproc=2, held=()):
+    "A launch in `folder`. held: phases in which the run waits for the signal"
     (folder/'phases').unlink(missing_ok=True)
     (folder/'script.py').write_text(script)
-    command = sys.executable,'-m','learnerdist.launch','--nproc',str(nproc),str(folder/'script.py'),str(folder),*held
-    env = dict(os.environ, OMP_NUM_THREADS='1') # else the launcher says that it sets it
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as run:
-        try:
-            if moment: interrupt(run, folder, moment)
-            text,_ = run.communicate(timeout=200)
-            return run.returncode,text
-        finally: run.kill()
+    # without a number of threads the launcher says that it sets one
+    return start('--nproc', nproc, folder/'script.py', folder, *held, env=environment(OMP_NUM_THREADS='1'))
+
+def interrupted(folder, moment=None):
+    "One launch in `folder`: its exit status, and what it has printed"
+    run = begun(folder)
+    if moment: interrupt(run, folder, moment)
+    res = run.result()
+    return res.returncode,res.stdout+res.stderr
 
 def interrupt(run, folder, moment):
     "Send SIGTERM at this moment, unless the run has ended before"
@@ -131,7 +132,9 @@ def test_sigterm_at_two_moments(tmp_path):
     moments = [Moment('validation 1', 0, 'launcher'),Moment('get_preds', 0, 'launcher')]
     folders = [tmp_path/o for o in 'ab']
     for o in folders: o.mkdir()
-    with ThreadPoolExecutor() as pool: found = [*pool.map(lambda folder, o: interrupted(folder, o, 1, [o.phase]), folders, moments)]
+    runs = [begun(at, 1, [o.phase]) for at,o in zip(folders, moments)]
+    for o in zip(runs, folders, moments): interrupt(*o)
+    found = [(o.returncode,o.stdout+o.stderr) for o in (run.result() for run in runs)]
     said = r'learnerdist.launch: the newest state is \S+/a/epoch_000{}-step_00000016, from which .*\n'
     for at,moment,(code,text),status,epoch in zip(folders, moments, found, (75,143), (1,2)):
         assert code==status and re.fullmatch(said.format(epoch), text), (code, text)
