@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import connection
 from pathlib import Path
+from types import ModuleType
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
@@ -153,6 +154,13 @@ def start(*args, **kw):
 def launch(*args, env=None, cwd=None):
     "What the launcher comes to: `returncode`, `stdout`, `stderr`"
     return start(*args, env=environment(**(env or {})), cwd=cwd).result(600)
+
+def as_script(file, monkeypatch):
+    "What `python file` does, in this process: ranks that it starts import the file, but for what its guard keeps from them"
+    main = ModuleType('__main__')
+    main.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, '__main__', main)
+    exec(compile(file.read_text(), file, 'exec'), vars(main))
 
 def write(folder, text, name='train.py'):
     (folder/name).parent.mkdir(parents=True, exist_ok=True)

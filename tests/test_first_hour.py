@@ -1,11 +1,11 @@
 "What a newcomer gets wrong in the first hour, and what is said then"
 import subprocess,sys,warnings
-from types import ModuleType
 
 import pytest,torch
 from torch import nn
 from torch.utils.data import DataLoader,TensorDataset
 
+from helpers import as_script
 from learnerdist.all import (DataLoaders,Learner,SaveModelCallback,TfmdDL,is_rank0)
 from learnerdist.testing import RanksError,run_ranks
 
@@ -125,12 +125,8 @@ if __name__=='__main__':
 
 def test_main_under_the_guard(tmp_path, monkeypatch):
     "As `python guard.py`, of which each rank imports what is not under the guard"
-    file = tmp_path/'guard.py'
-    file.write_text(script)
-    main = ModuleType('__main__')
-    main.__file__ = str(file)
-    monkeypatch.setitem(sys.modules, '__main__', main)
-    with pytest.raises(RanksError) as e: exec(script, vars(main))
+    (tmp_path/'guard.py').write_text(script)
+    with pytest.raises(RanksError) as e: as_script(tmp_path/'guard.py', monkeypatch)
     assert "without what is under `if __name__=='__main__':`: define the function above that line" in str(e.value)
     assert 'what functools.cache wraps is not sent' in str(e.value)
 

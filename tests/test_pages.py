@@ -1,11 +1,12 @@
 "Every block of Python on the pages of docs/ and in README runs, in order, on 2 processes, or on those that it starts"
-import os,re,shlex,sys
+import os,re,shlex
+from itertools import product
 
 import nbformat,pytest
 from nbclient import NotebookClient
 from PIL import Image
 
-from helpers import blocks,launch,root
+from helpers import as_script,blocks,root,write
 from learnerdist import verify
 from learnerdist.launch.cli import get_parser
 from learnerdist.testing import run_ranks
@@ -31,44 +32,50 @@ bucket = f'file://{os.getcwd()}/bucket'
 '''
 def two_digits(folder):
     "A few pictures where `untar_data(URLs.MNIST_SAMPLE)` looks for them before it downloads"
-    for at in [folder/f'data/mnist_sample/{part}/{label}' for part in ('train','valid') for label in '37']:
+    for part,label in product(('train','valid'), '37'):
+        at = folder/f'data/mnist_sample/{part}/{label}'
         at.mkdir(parents=True)
-        for i in range(50): Image.new('L', (28,28), 20*int(at.name)+i).save(at/f'{i}.png')
+        for i in range(33 if part=='train' else 9): Image.new('L', (28,28), 20*int(at.name)+i).save(at/f'{i}.png')
 
 complete = 'README','start','accelerate' # These begin with their own imports and data
 starts = 'launching','same','fastai_day' # Their blocks start processes
-*day,killed,jupyter = blocks(root/'docs/fastai_day.md')
+page = root/'docs/fastai_day.md'
+*day,killed,jupyter = blocks(page)
 
-def run(path, folder, setup, n=None):
-    "The first `n` blocks of a page, after `setup`"
+def run(path, folder, texts):
+    "Blocks of a page, one after the other"
     os.chdir(folder)
     space = dict(__name__='__main__', __file__=str(path))
-    for i,block in enumerate([setup,*blocks(path)[:n]]): exec(compile(block, f'{path.name}, block {i}', 'exec'), space)
+    for i,block in enumerate(texts): exec(compile(block, f'{path.name}, block {i}', 'exec'), space)
 
 @pytest.mark.parametrize('path', [o for o in pages if blocks(o) and o.stem not in starts], ids=lambda o: o.stem)
 def test_blocks_run(path, tmp_path):
     two_digits(tmp_path)
-    run_ranks(run, 2, path, tmp_path, '' if path.stem in complete else setup, timeout_s=240, env=dict(FASTAI_HOME=str(tmp_path)))
+    texts = [setup]*(path.stem not in complete)+blocks(path)
+    run_ranks(run, 2, path, tmp_path, texts, timeout_s=240, env=dict(FASTAI_HOME=str(tmp_path)))
 
 @pytest.mark.slow
 @pytest.mark.parametrize('page, words', [('launching', ['epoch']), ('same', ['DIFFERENT: 2 ','The same: 2 '])])
-def test_blocks_that_start_processes(page, words, tmp_path):
-    (tmp_path/'page.py').write_text('\n'.join([setup,*blocks(root/f'docs/{page}.md')]))
-    p = launch('page.py', cwd=tmp_path, command=[sys.executable])
-    assert p.returncode==0 and all(o in p.stdout for o in words), p.stdout+p.stderr
+def test_blocks_that_start_processes(page, words, tmp_path, monkeypatch, capfd):
+    "As a script"
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, '\n'.join([setup,*blocks(root/f'docs/{page}.md')]), 'page.py')
+    as_script(file, monkeypatch)
+    text,_ = capfd.readouterr()
+    assert all(o in text for o in words), text
 
 @pytest.mark.slow
-def test_a_day_with_fastai(tmp_path):
-    run_ranks(run, 2, root/'docs/fastai_day.md', tmp_path, '', len(day), timeout_s=240)
+def test_a_day_with_fastai(tmp_path, capfd):
+    "With a quarter of the pictures; then its script, which a kill ends in its first epoch, and which goes on there when it starts again"
+    first,*rest = day
+    first = first.replace('range(1600)', 'range(400)')
+    run_ranks(run, 2, page, tmp_path, [first,*rest], timeout_s=240)
     assert all((tmp_path/o).stat().st_size for o in ('lr.png','confusion.png','history.csv','models/model.pth'))
-
-@pytest.mark.slow
-def test_a_day_with_fastai_killed(tmp_path):
-    "Its script goes on, in the epoch in which a rank was killed"
-    (tmp_path/'train.py').write_text('\n'.join([day[0],killed]))
-    p = launch('--nproc', 2, '--max-restarts', 1, 'train.py', cwd=tmp_path)
-    assert p.returncode==0 and 'rank 1 failed first: ended by SIGKILL' in p.stderr, p.stdout+p.stderr
-    assert 'going on in epoch 0 after step 20' in p.stdout and re.search(r'^accuracy 0\.\d+$', p.stdout, re.M)
+    script = [first.replace('bs=16', 'bs=4'),killed] # as many steps as with all pictures
+    assert run_ranks(run, 2, page, tmp_path, script, errors='return')[1].message.startswith('ended by SIGKILL')
+    run_ranks(run, 2, page, tmp_path, script, timeout_s=240)
+    out,_ = capfd.readouterr()
+    assert 'going on in epoch 0 after step 20' in out and re.search(r'^accuracy 0\.\d+$', out, re.M)
 
 @pytest.mark.long
 def test_a_day_with_fastai_in_jupyter(tmp_path, monkeypatch):
