@@ -1,23 +1,27 @@
 "The examples as a user runs them: the README's, digits by the launcher and on one process, FashionMNIST from a server here"
-import gzip,hashlib,os,re,subprocess,sys
+import gzip,hashlib,os,re
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec,spec_from_file_location
-from pathlib import Path
 import pytest,torch
 import torchvision # noqa: F401  (so that ranks start with it)
 from learnerdist.testing import run_ranks
-from helpers import free_port,serve
+from learnerdist.launch.cli import run_target
+from helpers import Fork,environment,free_port,root,serve,start
 pytestmark = pytest.mark.slow
 
-root = Path(__file__).parent.parent
-launcher = '-m','learnerdist.launch','--nproc','2'
 path = os.pathsep.join(o for o in (str(root),os.environ.get('PYTHONPATH')) if o) # extras may be installed elsewhere
 columns = ['epoch','train_loss','valid_loss','accuracy','time']
 
-def run_script(args, cwd=root):
-    env = dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS='1')
-    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+def task(argv): run_target(argv)
+
+def run_scripts(*commands, folders=None):
+    "What these come to, at the same time, in these folders. A command: a script and its arguments, or after them the launcher's"
+    env = environment(PYTHONPATH=path, OMP_NUM_THREADS='1')
+    runs = []
+    for folder,(args,*options) in zip(folders or [root]*len(commands), commands):
+        how = dict(env=env, cwd=folder)
+        runs.append(start(*options, *args, **how) if options else Fork(task, [*map(str, args)], **how))
+    return [o.result(300) for o in runs]
 
 def parse_table(out):
     "The rows of the only table in `out`, without the clock, and the line after it"
@@ -29,10 +33,9 @@ def parse_table(out):
 @pytest.mark.parametrize('n_launchers', [1, pytest.param(2, marks=pytest.mark.long)])
 def test_digits_on_two_processes_as_on_one_process(n_launchers):
     "The README's commands: with one launcher, or with two at an address that they share; and without"
-    agent = '-m','learnerdist.launch','--nnodes','2','--nproc','1','--rdzv-endpoint',f'127.0.0.1:{free_port()}'
     script = 'examples/digits.py','--epochs','2'
-    commands = [(*script,'--bs','64'), *[(*(launcher if n_launchers==1 else agent),*script)]*n_launchers]
-    with ThreadPoolExecutor() as pool: runs = one,*two = [*pool.map(run_script, commands)]
+    options = ['--nproc',2] if n_launchers==1 else ['--nnodes',2,'--nproc',1,'--rdzv-endpoint',f'127.0.0.1:{free_port()}']
+    runs = one,*two = run_scripts([(*script,'--bs','64')], *[(script,*options)]*n_launchers)
     assert [o.returncode for o in runs]==[0]*len(runs), [o.stderr for o in runs]
     rows1,last1 = parse_table(one.stdout)
     assert len(rows1)==2 and last1[0]=='accuracy' and float(last1[1])>=.9
@@ -54,23 +57,23 @@ def write_fashion_mnist(folder, sizes):
         write_idx(folder/f'{name}-labels-idx1-ubyte.gz', torch.randint(10, (n,), generator=g).byte())
     return [(o.name, hashlib.md5(o.read_bytes()).hexdigest()) for o in sorted(folder.iterdir())]
 
-def train_fashion_mnist(url, resources, *args):
-    "The example's last row: after a download from `url`, and again from what is there by then"
+def train_fashion_mnist(n, url, resources, *args):
+    "The example's last row, `n` times: after a download from `url`, and again from what is there by then"
     from torchvision.datasets import FashionMNIST
     FashionMNIST.mirrors,FashionMNIST.resources = [url],resources
     spec = spec_from_file_location('fashion_mnist', root/'examples/fashion_mnist.py')
     example = module_from_spec(spec)
     spec.loader.exec_module(example)
-    return [example.main([*args]) for _ in range(2)]
+    return [example.main([*args]) for _ in range(n)]
 
 def test_fashion_mnist_is_downloaded_once_for_all_ranks(tmp_path):
     (served := tmp_path/'served').mkdir()
     resources = write_fashion_mnist(served, dict(train=24, t10k=13))
     args = '--root',str(tmp_path/'data'),'--epochs','1','--bs','8','--resize','32','--limit','20'
     with serve(served) as (url,fetched):
-        two = run_ranks(train_fashion_mnist, 2, url, resources, *args, env=dict(no_proxy='127.0.0.1'))
+        two = run_ranks(train_fashion_mnist, 2, 2, url, resources, *args, env=dict(no_proxy='127.0.0.1'))
         assert Counter(fetched) == {name: 1 for name,_ in resources}
-        one, = run_ranks(train_fashion_mnist, 1, url, resources, *args)
+        one, = run_ranks(train_fashion_mnist, 1, 1, url, resources, *args)
         assert len(fetched) == len(resources)
     assert two[0]==two[1] and two[0][0]==two[0][1]
     assert two[0][0]==pytest.approx(one[0], rel=1e-3)
@@ -91,8 +94,7 @@ def test_on_two_processes_as_on_one(name, bs, needs, tol, tmp_path):
     for o in needs: pytest.importorskip(o)
     script,(here,there) = str(root/f'examples/{name}.py'),(tmp_path/'1',tmp_path/'2')
     for o in (here,there): o.mkdir()
-    with ThreadPoolExecutor() as pool:
-        one,two = pool.map(run_script, [(script,'--bs',str(bs)),(*launcher,script)], [here,there])
+    one,two = run_scripts([(script,'--bs',str(bs))], [(script,),'--nproc',2], folders=[here,there])
     (h1,rows1,last1),(h2,rows2,last2) = fit_and_last(one),fit_and_last(two)
     assert h1==h2 and last1==last2 and rows2==[pytest.approx(o, **tol) for o in rows1]
     assert rows1[-1][1]<rows1[0][1] and (name!='sharded_gpt' or last1=='346,347,348')
@@ -103,5 +105,6 @@ def test_on_two_processes_as_on_one(name, bs, needs, tol, tmp_path):
 @pytest.mark.long
 def test_vision_example(tmp_path):
     args = '--epochs','1','--pictures','90','--bs','16','--path',str(tmp_path/'digits')
-    _,rows,last = fit_and_last(run_script((*launcher,str(root/'examples/fastai_vision.py'),*args)))
+    res, = run_scripts([(root/'examples/fastai_vision.py',*args),'--nproc',2])
+    _,rows,last = fit_and_last(res)
     assert len(rows)==1 and f'{rows[0][2]:.4f}'==last.split()[-4] and last.endswith('on 22 pictures')

@@ -7,7 +7,8 @@ from shutil import which
 import pytest
 import torch
 
-from helpers import blocks, free_port
+from helpers import Fork, blocks, environment, free_port
+from learnerdist.launch.cli import run_target
 
 pytestmark = pytest.mark.slow
 root = Path(__file__).parent.parent
@@ -53,7 +54,13 @@ def numbers(out, name='final'):
     return [float(o) for o in re.findall(r'\d+\.\d+(?:e-\d+)?', re.findall(rf'{name} (.*)', out)[-1])]
 
 @pytest.fixture(scope='module')
-def alone(tmp_path_factory): return numbers(started('python train.py', tmp_path_factory.mktemp('alone')))
+def alone(tmp_path_factory):
+    write_recipes(folder := tmp_path_factory.mktemp('alone'))
+    res = Fork(task, [str(folder/'train.py')], cwd=folder, env=environment(OMP_NUM_THREADS='1')).result()
+    assert res.returncode==0, res.stderr
+    return numbers(res.stdout)
+
+def task(argv): run_target(argv)
 
 @pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.long]*(o in ('spawn','accelerate'))) for o in recipes])
 def test_the_same_numbers(name, alone, tmp_path):
