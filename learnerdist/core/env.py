@@ -455,7 +455,8 @@ def noting_loops():
 def _hang_up():
     """Shut down the connections of our groups, even while references to the groups exist. The ranks at the other
     ends get an error"""
-    for fd in (fd for loop,fds in _event_loops().items() if loop in _loops for fd in fds):
+    ours = [fds for loop,fds in _event_loops().items() if loop in _loops]
+    for fd in sum(ours, []):
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
             if not s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN): s.shutdown(socket.SHUT_RDWR)
 
