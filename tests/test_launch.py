@@ -169,15 +169,6 @@ def test_the_label_stands_after_the_last_return(capsys):
     out.close()
     assert capsys.readouterr().out == '1%|# \r[r1] 2%|## \n1%|# \r[r1] done\n[r1] plain\n'
 
-def test_labels_where_torch_has_no_option_for_them(tmp_path):
-    "As torch 2.6: several ranks could not start there"
-    args = get_parser().parse_args(['x.py'])
-    del args.log_line_prefix_template
-    out = watch.Job(args, [], None, tmp_path)._output(1, dict(RANK='1'), 'stdout', '', {})
-    os.close(out.writer)
-    out.close()
-    assert out.label == '[r1] '
-
 def test_a_port_that_another_program_has(tmp_path, monkeypatch):
     "It takes connections, and never answers, so that c10d waits in C++: the launcher says so, and a signal ends it"
     monkeypatch.setattr(agent, 'after', lambda seconds, *args: after(.1, *args))
