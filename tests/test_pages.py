@@ -71,7 +71,7 @@ def test_a_day_with_fastai(tmp_path, capfd):
     first = first.replace('range(1600)', 'range(400)')
     run_ranks(run, 2, page, tmp_path, [first,*rest], timeout_s=240)
     assert all((tmp_path/o).stat().st_size for o in ('lr.png','confusion.png','history.csv','models/model.pth'))
-    script = [first.replace('bs=16', 'bs=4'),killed] # as many steps as with all pictures
+    script = [first.replace('bs=16', 'bs=4'),killed.replace('fine_tune(2', 'fine_tune(1')] # as many steps as with all pictures
     assert run_ranks(run, 2, page, tmp_path, script, errors='return')[1].message.startswith('ended by SIGKILL')
     run_ranks(run, 2, page, tmp_path, script, timeout_s=240)
     out,_ = capfd.readouterr()

@@ -278,7 +278,8 @@ def _print_once(store, key, what):
         print(f'rank {me} waits for {what}', file=sys.stderr, flush=True)
 
 class Waits:
-    "Prints on stderr what the main thread waits for, after 5 s"
+    "Prints on stderr what the main thread waits for, after some seconds"
+    after_s = 5
     what = '' # The collective, or the vote, that it is in
     since = 0.
     n = 0     # Its number
@@ -305,7 +306,7 @@ class Waits:
         while True:
             time.sleep(1)
             what,n = self.what,self.n
-            if not what or n==printed or time.perf_counter()-self.since<5: continue
+            if not what or n==printed or time.perf_counter()-self.since<self.after_s: continue
             printed = n
             at = users_frame(frames_of_thread(threading.main_thread().ident))
             with suppress(RuntimeError): # the group has ended

@@ -21,10 +21,13 @@ from ..core.stacks import absence,frames_of_caller,users_frame
 def first_failure(key, timeout_s=0)->RankError:
     """The first exception that ended a rank in the section `key`, or how a rank left; None if neither is known in this
     time"""
-    store,end = shared_store(),time.monotonic()+timeout_s
-    found = lambda k: unpack_error(store.get(k).decode()) if store.check([k]) else None
-    while not (res := found(key) or found('left')) and time.monotonic()<=end: time.sleep(.05)
-    return res or found(f'{key}/out')
+    store = shared_store()
+    end = time.monotonic()+timeout_s
+    while True:
+        for k in (key,'left',f'{key}/out'):
+            if store.check([k]): return unpack_error(store.get(k).decode())
+        if time.monotonic()>end: return None
+        time.sleep(.05)
 
 # %% ../../nbs/distributed/04_failure.ipynb #c006
 def absent(e)->TimeoutError:
