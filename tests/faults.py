@@ -2,7 +2,7 @@
 
 `python tests/faults.py [--write]` runs all of them through the launcher and prints a table (or puts it into
 nbs/tutorials/failures.ipynb); test_failure.py runs a sample. Under the launcher this is the run that fails, in ranks that are forks."""
-import torch,argparse,atexit,ctypes,json,os,re,signal,subprocess,sys,tempfile,time
+import torch,argparse,atexit,ctypes,json,os,re,signal,sys,tempfile,time
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -104,8 +104,6 @@ def run(fault, phase, limit_s=100):
         kept = not file.exists() or bool(torch.load(file, weights_only=True))
     return Outcome(fault, phase, seconds, status, messages, kept)
 
-launcher = sys.executable,'-m','learnerdist.launch'
-
 def report(text):
     "What the launcher itself said"
     messages = re.sub(r'(?s)\n\non rank .*?\n(?= \()', '', text[text.find('learnerdist.launch: '):])
@@ -113,19 +111,16 @@ def report(text):
 
 def on_two_machines(env, folder, limit_s):
     "A rank on each of two machines, whose link is cut: what both launchers said, and the least status"
-    command = *launcher,'--nnodes','2','--nproc','1','--shutdown-timeout','2','--rdzv-endpoint','machine-a:29500'
-    env = {k:v for k,v in os.environ.items() if k!='GLOO_SOCKET_IFNAME'} | dict(PYTHONPATH=str(root)) | env
+    from helpers import environment,start
+    options = '--nnodes',2,'--nproc',1,'--shutdown-timeout',2,'--rdzv-endpoint','machine-a:29500'
+    env = {k:v for k,v in environment(**env).items() if k!='GLOO_SOCKET_IFNAME'}
     with machines.machines() as (enter,cable):
-        kw = dict(env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        runs = [subprocess.Popen([*command, __file__, 'cut link', 'two machines'], preexec_fn=partial(enter, i), **kw) for i in (0,1)]
-        try:
-            end = time.monotonic()+limit_s
-            while not Path(folder, 'cut').exists() and time.monotonic()<end: time.sleep(.05)
-            cable.cut.add(1)
-            messages = [report(o.communicate(timeout=limit_s)[1]) for o in runs]
-        finally:
-            for o in runs: o.kill()
-    return '\n'.join(messages),min(o.returncode for o in runs)
+        runs = [start(*options, __file__, 'cut link', 'two machines', env=env, begin=partial(enter, i)) for i in (0,1)]
+        end = time.monotonic()+limit_s
+        while not Path(folder, 'cut').exists() and time.monotonic()<end: time.sleep(.05)
+        cable.cut.add(1)
+        found = [o.result(limit_s) for o in runs]
+    return '\n'.join(report(o.stderr) for o in found),min(o.returncode for o in found)
 
 def ours(folder):
     "Processes of this run"

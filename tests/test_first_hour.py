@@ -3,7 +3,7 @@ import subprocess,sys,warnings
 
 import pytest,torch
 from torch import nn
-from torch.utils.data import DataLoader,TensorDataset
+from torch.utils.data import TensorDataset
 
 from helpers import as_script
 from learnerdist.all import (DataLoaders,Learner,SaveModelCallback,TfmdDL,is_rank0)
@@ -81,11 +81,6 @@ cases |= {k: (lambda k=k, v=v: in_context(**{k: v}), ValueError, f'{k}={v!r}: gi
 def test_errors(name):
     f,kind,messages = cases[name]
     with pytest.raises(kind, match=messages): f()
-
-def test_plain_loaders_stay_loaders():
-    learn = learner(DataLoader(ds, 8), [tuple(ds[:8])])
-    learn.fit(1)
-    assert len(learn.recorder.losses)==3
 
 # --- on several processes ---------------------------------------------------------------------------------------------------------
 
