@@ -1,5 +1,5 @@
 "What the launcher said, which device and backend follow from it, and groups that are opened and closed"
-import errno, fcntl, gc, os, re, socket, tempfile, warnings, pytest, torch, torch.distributed as dist
+import errno, fcntl, gc, os, re, shlex, socket, subprocess, sys, tempfile, warnings, pytest, torch, torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 from learnerdist.core import hosts
 from learnerdist.core.collectives import all_sum
@@ -198,6 +198,13 @@ def test_one_task_is_alone(monkeypatch, kw):
     with warnings.catch_warnings(), process_group():
         warnings.simplefilter('error')
         assert (rank_distrib(),num_distrib(),group_size())==(0, 0, 1)
+
+def test_the_process_that_has_set_a_variable():
+    "All ranks of mpirun have the same, also if each has a shell of its own"
+    code = 'import os; from learnerdist.core import hosts; print(os.getppid(), hosts._starter("PMI_RANK"))'
+    command,env = f'{sys.executable} -c {shlex.quote(code)}; true',{**os.environ, 'PMI_RANK': '0'}
+    shell,starter = map(int, subprocess.run(command, shell=True, env=env, capture_output=True, text=True).stdout.split())
+    assert starter==os.getpid()!=shell
 
 def rank_by_hand(file):
     "As of `torch.multiprocessing.spawn`: a group without RANK in the environment"

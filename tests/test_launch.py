@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 from helpers import Fork,environment,free_port,launcher,root,start,write
 from learnerdist.core.compat import torch_version
-from learnerdist.core.env import after
 from learnerdist.core.hosts import foreign_rank
 from learnerdist.launch.cli import _choose_nproc,get_parser,guess,run_target
 from learnerdist.launch import agent,main,processes,run,watch
@@ -169,27 +168,40 @@ def test_the_label_stands_after_the_last_return(capsys):
     out.close()
     assert capsys.readouterr().out == '1%|# \r[r1] 2%|## \n1%|# \r[r1] done\n[r1] plain\n'
 
-def test_a_port_that_another_program_has(tmp_path, monkeypatch):
-    "It takes connections, and never answers, so that c10d waits in C++: the launcher says so, and a signal ends it"
-    monkeypatch.setattr(agent, 'after', lambda seconds, *args: after(.1, *args))
+def test_labels_where_torch_has_no_option_for_them(tmp_path):
+    "As torch 2.6: several ranks could not start there"
+    args = get_parser().parse_args(['x.py'])
+    del args.log_line_prefix_template
+    out = watch.Job(args, [], None, tmp_path)._output(1, dict(RANK='1'), 'stdout', '', {})
+    os.close(out.writer)
+    out.close()
+    assert out.label == '[r1] '
+
+def test_an_unknown_host_is_said_at_once(tmp_path):
     ours,theirs = os.pipe()
+    proc = start('--nnodes', 2, '--rdzv-endpoint', 'no-such-host.invalid:29555', '--nproc', 1, write(tmp_path, ''), outs=[0,1,theirs])
+    os.close(theirs)
+    with open(ours) as said:
+        line = next(o for o in said if 'OMP_NUM' not in o)
+        assert line.startswith('learnerdist.launch: this machine does not know no-such-host.invalid, or no way to it')
+        proc.send_signal(signal.SIGTERM) # while it waits in C++
+        assert proc.wait(20) == -signal.SIGTERM and 'Traceback' not in said.read()
+
+def test_a_port_that_another_program_has(tmp_path, monkeypatch):
+    "It takes connections, and never answers: the launcher says so, and ends"
+    monkeypatch.setattr(agent, 'unanswered_s', -.5)
     with socket.create_server(('127.0.0.1', 0)) as server:
         at = f'127.0.0.1:{server.getsockname()[1]}'
-        options = '--nnodes','2','--nproc','1','--rdzv-endpoint',at,'--no-fork-server'
-        proc = start(*options, write(tmp_path, ''), outs=[0,1,theirs])
-        os.close(theirs)
-        with open(ours) as said:
-            line = next(o for o in said if 'OMP_NUM' not in o)
-            assert line.startswith(f'learnerdist.launch: waits for the other machines, at {at}: if another launch or program has this port')
-            proc.send_signal(signal.SIGTERM)
-            assert proc.wait(20) == -signal.SIGTERM and 'Traceback' not in said.read()
+        options = '--nnodes','2','--nproc','1','--rdzv-endpoint',at,'--rdzv-conf','read_timeout=1','--no-fork-server'
+        res = start(*options, write(tmp_path, '')).result()
+    assert res.returncode == 1 and f'learnerdist.launch: {at} does not answer as a rendezvous: another program has' in res.stderr
 
 def test_another_launch_had_this_endpoint(tmp_path, monkeypatch):
     "torchrun's agent takes this launch for a spare machine, and leaves without an error when the other one is done"
     monkeypatch.setattr(agent.Agent, 'run', lambda self: None)
     at = f'127.0.0.1:{free_port()}'
     res = start('--nproc', 1, '--rdzv-endpoint', at, '--no-fork-server', write(tmp_path, '')).result()
-    assert res.returncode == 1 and f'{at}: if another launch or program has this port, choose one in --rdzv-endpoint' in res.stderr
+    assert res.returncode == 1 and f'{at}; does another launch have it? Then give each its own --rdzv-endpoint' in res.stderr
 
 wrong = '''import asyncio,os,signal,sys,threading
 if os.environ['RANK'] == '2':

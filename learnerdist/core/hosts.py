@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/core/00_hosts.ipynb #c002
 import os,re,socket,zlib
 from contextlib import suppress
+from pathlib import Path
 
 from .stacks import need
 
@@ -98,7 +99,7 @@ def foreign_rank(env=os.environ)->dict:
     if n < 2: return {}
     first = '127.0.0.1' if is_local else first_host(_first(env, 'SLURM_JOB_NODELIST'))
     addr = env.get('MASTER_ADDR') or first
-    job = _first(env, 'PMIX_NAMESPACE', 'SLURM_JOB_ID') or str(os.getppid())*is_local
+    job = _first(env, 'PMIX_NAMESPACE', 'SLURM_JOB_ID') or str(_starter(rank))*is_local
     port = env.get('MASTER_PORT') or job and str(15000 + zlib.crc32(job.encode())%10000)
     absent = 'MASTER_PORT' if addr else 'MASTER_ADDR'
     text += f' and {size}={n} on several machines, but {absent} is not set'
@@ -111,6 +112,14 @@ def _is_sruns(env, rank, size):
     "Whether srun has set these; its own variables say more: --mpi=pmix sets PMIX_RANK alone, pmi2 no local rank"
     tasks = _first(env, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS')
     return not env.get(size) or (env[rank],env[size]) == (env['SLURM_PROCID'],tasks)
+
+def _starter(name):
+    "The process that has set the variable `name`, the same for all ranks: the nearest one above that has none"
+    pid = os.getppid()
+    with suppress(OSError): # there is no /proc, or another user's process
+        while f'\0{name}=' in '\0'+Path(f'/proc/{pid}/environ').read_text(errors='replace'):
+            pid = int(Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[1])
+    return pid
 
 # %% ../../nbs/core/00_hosts.ipynb #c4ec0001
 def check_rank(env=os.environ):

@@ -22,6 +22,48 @@ from ..core.env import after
 from ..core.hosts import keep_alive,loopback
 from .watch import Cause,Job,failures,log
 
+# %% ../../nbs/launch/04_agent.ipynb #nw09
+def find_route(host:str)->tuple:
+    """How this machine reaches another, from its routing table; nothing is sent. host: a name or an address; returns:
+    (the address that its packets come from, the other's); None if it does not know the name, or no way to it"""
+    with suppress(OSError):
+        family,kind,_,_,there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as s:
+            s.connect(there)
+            return s.getsockname()[0],there[0]
+
+# %% ../../nbs/launch/04_agent.ipynb #nw12
+def interface_of(address:str)->str:
+    """Name of the network interface that has an address. address: an IPv4 address of this machine; returns: None if no
+    interface has it, or the system does not tell"""
+    with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        import fcntl
+        packed = socket.inet_aton(address)
+        for _,name in socket.if_nameindex():
+            with suppress(OSError): # an interface without an address
+                if fcntl.ioctl(s, 0x8915, name.encode().ljust(256, b'\0'))[20:24]==packed: return name # SIOCGIFADDR
+
+# %% ../../nbs/launch/04_agent.ipynb #nw15
+def choose_addresses(args, host:str):
+    """Let the machines of a launch reach each other by addresses. Options that were given stay, and so does
+    GLOO_SOCKET_IFNAME. args: torchrun's arguments; `local_addr` and `rdzv_conf` are changed; host: where the
+    machines meet"""
+    route = find_route(host)
+    # torchrun waits for it
+    late = f'this machine does not know {host}, or no way to it; perhaps it will within a minute'
+    if route is None: return log(late)
+    own,there = route
+    known = set()
+    with suppress(OSError): known = {o[4][0] for o in socket.getaddrinfo(socket.gethostname(), None)}
+    if 'is_host' not in args.rdzv_conf and there not in known: # torchrun compares these two
+        args.rdzv_conf = ','.join(filter(None, [args.rdzv_conf, f'is_host={own==there}']))
+    # an address that others cannot use, such as 127.0.1.1
+    is_loop = own.startswith('127.') or own == '::1'
+    args.local_addr = args.local_addr or (host if is_loop else own)
+    # by the default route: an address for documentation
+    if is_loop: own,_ = find_route('192.0.2.1') or route
+    if interface := interface_of(own): os.environ.setdefault('GLOO_SOCKET_IFNAME', interface)
+
 # %% ../../nbs/launch/04_agent.ipynb #hb02
 class Machines:
     "The launchers of all machines: each says again and again that it is there, and reports those that are silent"
@@ -163,11 +205,19 @@ def choose_meeting(args):
     # otherwise restarts find addresses of ended processes
     if args.n_nodes > 1: os.environ.setdefault('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
     host = host or args.master_addr
-    if args.n_nodes > 1 and host not in ('127.0.0.1', 'localhost'): return
+    if args.n_nodes > 1 and host not in ('127.0.0.1', 'localhost'): return choose_addresses(args, host)
     args.local_addr = args.local_addr or '127.0.0.1'
     os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
 
 # %% ../../nbs/launch/04_agent.ipynb #ag23b
+unanswered_s = 30 # After the time in which c10d reaches a machine that is there
+
+def _give_up(where):
+    "End this launcher: the program that listens there would be waited for without end"
+    remedy = 'another program has this port. Give another one in --rdzv-endpoint'
+    log(f'{where} does not answer as a rendezvous: {remedy}')
+    os._exit(1)
+
 def spec_of(args)->WorkerSpec:
     "What torchrun's agent is to run. args: torchrun's arguments"
     config,*_ = config_from_args(args)
@@ -175,7 +225,8 @@ def spec_of(args)->WorkerSpec:
     name = config.local_addr
     n = config.min_nodes,config.max_nodes
     params = RendezvousParameters(*at, *n, local_addr=name, **config.rdzv_configs)
-    handler = get_rendezvous_handler(params) # c10d connects
+    limit_s = int(config.rdzv_configs.get('read_timeout', 60))+unanswered_s
+    with after(limit_s, _give_up, config.rdzv_endpoint): handler = get_rendezvous_handler(params) # c10d connects
     how = dict(max_restarts=config.max_restarts, monitor_interval=config.monitor_interval)
     how |= dict(entrypoint='python', local_addr=name)
     spec = WorkerSpec(config.role, config.nproc_per_node, handler, **how)
@@ -193,10 +244,7 @@ def run_with_others(job:Job)->int:
     for o in job.signals: signal.signal(o, signal.SIG_DFL) # C++ connects, for a minute, and Python would not hear it
     choose_meeting(args)
     where = args.rdzv_endpoint or f'{args.master_addr}:{args.master_port}'
-    remedy = 'if another launch or program has this port, choose one in --rdzv-endpoint'
-    late = f'waits for the other machines, at {where}: {remedy}; names and networks: docs/machines.md'
-    try:
-        with after(5, log, late): spec = spec_of(args)
+    try: spec = spec_of(args)
     except (RendezvousConnectionError, DistError) as e:
         log_cut_off(e, where)
         return 1
@@ -204,6 +252,8 @@ def run_with_others(job:Job)->int:
     keep_alive()
     def interrupt(sig, frame): raise SignalException('', signal.Signals(sig))
     for o in job.signals: signal.signal(o, interrupt)
+    remedy = 'does another launch have it? Then give each its own --rdzv-endpoint'
+    late = f'waits for the other machines, at {where}; {remedy}'
     try:
         with after(5, lambda: agent.attempt or log(late)): agent.run()
         if not agent.attempt: return log(late) or 1 # torchrun took it for a spare machine
