@@ -60,6 +60,11 @@ scenes = dict(
     a_part_cancelled=of_bits(cbs=lambda: [OnOneRank('after_pred', CancelBatchException, 1, 5)]),
     cancelled_late=of_bits(cbs=lambda: [OnOneRank('after_loss', CancelBatchException, 2, 0)]),
     fit_cancelled=of_bits(cbs=lambda: [OnOneRank('before_backward', CancelFitException, 4, 6)]),
+    # the last part of one process, and of one of two ranks: the others go on, so the step is taken
+    cancelled_after_a_backward_pass=of_bits(cbs=lambda: [OnOneRank('after_backward', CancelFitException, 1, 7)]),
+    # whose sum is rounded
+    items_of_a_group=of_bits(loss=nn.CrossEntropyLoss(weight=draws(3, seed=1, dtype=F64).abs()), dtype=F64, n=96, opt=sgd,
+                             bs=16, cbs=lambda: [GradientAccumulation(48)], ctx=dict(seed=3, global_bs=16, max_bs=1)),
     early_stopping=of_bits(cbs=lambda: [EarlyStoppingCallback('valid_loss', min_delta=10., patience=1)], fits=[5]),
     double=of_bits(n_valid=83, dtype=F64, fits=[6])) # sums of validation are rounded
 

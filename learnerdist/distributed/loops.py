@@ -125,7 +125,7 @@ class Group:
     def __init__(self):
         self.is_last = True # Whether the step comes after the present batch
         self.begun = False # Whether there were batches before
-        self.n = 0 # Items of this rank in those before
+        self.n = 0 # Items in those before: of all ranks, if their gradients have travelled, else of this rank
 
 class Source(NamedTuple):
     "What a training loop reads"
@@ -153,6 +153,8 @@ events_before_backward = inner_events[:4]
 _asks_in = dict.fromkeys(('after_cancel_step','after_step'), Asks.after_step)
 
 _asks_in |= dict.fromkeys(('after_cancel_batch','after_batch'), Asks.at_end)
+
+_of_part = 'after_backward','after_batch' # late events that each part has
 
 def may_cancel(scope, event)->bool:
     "Whether a callback may cancel `scope` in an event of a training batch"
@@ -457,7 +459,7 @@ class TrainingLoop(Loop):
         step.sends = self.links is not None and (self.by_parts or self.group.is_last)
         own = self.part.weight
         if len(step.parts)>1: own = step.weights()
-        step.total = self.group.n+own
+        step.total = own if self.by_parts else self.group.n+own
         if step.sends: self.links.post(step.message().row(), self.replica is not None and self.replica.meets)
 
     def end_backward(self):
@@ -484,11 +486,15 @@ class TrainingLoop(Loop):
         if not res.counts: step.scope = res.scope or 'batch' # all samples of all ranks are bad
         ends = group.is_last and step.scope in (None,'backward') # else the optimizer does not step
         if group.begun: self._put_back(step) # of the same group: all get their scale together
-        if ends and (self.part.kind or kind_of(loss_over(self.learn))).corrects: self._correct(step, res)
+        n = step.total
+        if (self.part.kind or kind_of(loss_over(self.learn))).corrects:
+            if self.by_parts or ends: items = self._all_items(step, res)
+            if self.by_parts: n = items
+            if ends: self._correct(step, items)
         step.is_over = True
         if step.scope is not None: self._clear_step()
         if step.kept: self._put_back(step)
-        group.n = 0 if ends else step.total
+        group.n = 0 if ends else n
         group.begun = not group.is_last or group.begun and not ends
 
     def _outcome(self, step)->Outcome:
@@ -498,9 +504,9 @@ class TrainingLoop(Loop):
         # without an exchange nobody knows what others have cancelled
         return res._replace(counts=True) if self.links else res
 
-    def _correct(self, step, res):
+    def _correct(self, step, items):
         "Let gradients be those of the mean over the items of all ranks"
-        step.items = items = self._all_items(step, res)
+        step.items = items
         if not isinstance(items, Tensor) and items in (0,self.scale): return
         k = self.scale/items
         if isinstance(k, Tensor): k = k.nan_to_num(posinf=1.) # no items
@@ -508,11 +514,12 @@ class TrainingLoop(Loop):
 
     def _all_items(self, step, res):
         "The items of all ranks. Sync point where a device of any rank counts them"
-        if not step.sends: return step.total
-        if not any(map(math.isnan, res.items)): return tree_sum(res.items)
+        before = self.group.n if self.by_parts else 0 # of batches that have travelled
+        if not step.sends: return before+step.total
+        if not any(map(math.isnan, res.items)): return before+tree_sum(res.items)
         device = self.engine.device
         n = torch.zeros((), dtype=wide_dtype(device), device=device)+step.total # what the host knows is not copied
-        return tree_sum(gather_alike(n))
+        return before+tree_sum(gather_alike(n))
 
     def _clear_step(self):
         "All parts were cancelled: there is no gradient, as in one process, and torch's SyncBatchNorm has seen nothing"
@@ -564,8 +571,15 @@ class TrainingLoop(Loop):
         step.cancelled.append(scope)
         if event in events_before_backward[:2]: part.why = part.why or Why.cancelled
         elif event in events_before_backward: part.why = part.why or Why.dropped
-        elif step.is_last: self._ask(scope, _asks_in.get(event, Asks.before_step))
+        else: self._cancel_late(event)
         return True
+
+    def _cancel_late(self, event):
+        "After a backward pass: ask the other ranks, if all parts of this one have cancelled here"
+        step = self.step
+        self.part.asks = phase = _asks_in.get(event, Asks.before_step)
+        of_part = event in _of_part and any([o.asks!=phase for o in step.parts])
+        if not of_part: self._ask(widest(step.cancelled), phase)
 
     def _ask(self, scope, phase):
         """If all ranks cancel in this phase, leave it as one process does. Sync point: a rank that does not, answers at

@@ -19,7 +19,7 @@ from ..core.compat import TrackingNorm,foreach_add,version
 from ..core.collectives import broadcast_tensors
 from ..core.env import current_group,group_size,wide_dtype
 from ..data.dealing import factors
-from .vote_links import Message,widest
+from .vote_links import Asks,Message,widest
 
 # %% ../../nbs/distributed/03_parts.ipynb #pt006
 class Tree:
@@ -91,7 +91,7 @@ def sum_of_ranks(t:Tensor)->Tensor:
 def begin_sum(t:Tensor)->torch.futures.Future:
     "As `sum_of_ranks`, but the sum is the result of a future: what follows on a device need not wait for it"
     W,group = group_size(),current_group()
-    if W==2:
+    if W==2 or t.is_sparse:
         work = dist.all_reduce(t, group=group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
     n = -(-t.numel()//W)
@@ -119,6 +119,7 @@ class Part:
     over = None # What the loss is the mean over, before callbacks change it
     kind = None # The `Kind` of the loss
     loss = None # Of a sum: before callbacks add something to it
+    asks = Asks.no # Where a callback has cancelled it after its backward pass
     def __init__(self, number:int, why=None):
         self.number,self.why = number,why # among those of all ranks; `Why`, or None if it counts
 
