@@ -139,6 +139,10 @@ def squares(p, t): return ((p-t)**2).sum()
 def of_tokens(out, y): return F.cross_entropy(out.flatten(0, 1), y.flatten()) # a user's; no warning
 def counted_tokens(out, y): return of_tokens(out, y)
 counted_tokens.n_items = lambda p, t: (t!=-100).sum()
+def guarded(p, t): # as one writes it where a batch may have no label
+    m = t>=0
+    return F.cross_entropy(p[m], t[m]) if m.any() else p.sum()*0
+def weighted_squares(p, t): return F.mse_loss(p, t, weight=t.abs())
 def two_loss(out, y): return F.cross_entropy(out[0], y)+F.cross_entropy(out[1]['side'], y)
 def dict_loss(out, b): return F.cross_entropy(out['logits'], b['y'])
 def of_boxes(outs, ys): return torch.stack([((o['center']-y['boxes'])**2).mean() for o,y in zip(outs, ys)]).mean()
@@ -504,13 +508,22 @@ def quarter(n):
     x,y = classes(n).tensors
     return TensorDataset(x, y.where(torch.arange(n)%4==0, -100))
 def chances(n): return TensorDataset(draws(n, 4), draws(n, 2).sigmoid())
+def few_ignored(n):
+    x,y = classes(n).tensors
+    return TensorDataset(x, y.where((torch.arange(n)%24-6).abs()!=1, -100))
+def words(n):
+    x = ints(9, n, 6)
+    return TensorDataset(x, x[:,0]%3)
+def rows_of_words(): return Of(lambda m, x: m.out(m.emb(x).mean(1)), emb=nn.Embedding(9, 5, sparse=True), out=nn.Linear(5, 3))
 losses = {k: scene(n=37, ds=classes, loss=f) for k,f in class_losses.items()}
 losses |= dict(ignore=scene(n=37, ds=quarter, loss=nn.CrossEntropyLoss), mse=scene(n=37),
                bce=scene(n=37, ds=chances, loss=nn.BCEWithLogitsLoss),
                sum=scene(n=37, ds=classes, loss=nn.CrossEntropyLoss(reduction='sum'), lr=.002),
                squares=scene(n=37, loss=squares, lr=.002), tokens=scene(n=45, ds=texts, model=Tags, loss=of_tokens),
                counted=scene(n=45, ds=texts, model=Tags, loss=counted_tokens))
-scenes |= losses
+scenes |= losses | {'a batch without items': scene(n=48, bs=4, ds=few_ignored, loss=guarded, shuffle=False),
+                    'sparse gradients': scene(n=45, ds=words, model=rows_of_words, loss=F.cross_entropy, opt=torch.optim.SGD),
+                    'weights of torch': scene(n=45, loss=weighted_squares)}
 scenes |= {f'{k}, accumulated': {**c, 'bs': 24, 'parts': 2, 'accumulate': 24,
                                  **(dict(unlike=('values','final','validate')) if k in ('sum','squares') else adamw)}
            for k,c in losses.items()}

@@ -38,7 +38,7 @@ from ..distributed.trainer import Adapter,AfterOthers
 from .loaders import ShareDL
 from ..learner.callback import Callback,cancels,inner_events
 from ..learner.learner import check_targets
-from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,n_items,weighted
+from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,n_items,unweighted,weighted
 from ..learner.metrics import Batches,Rows,Sums,reduction
 from ..learner.recorder import as_totals
 from ..learner.techniques import meet_in_step
@@ -234,7 +234,7 @@ class EpochLosses:
         rec.lrs = rec.lrs[:start+n]
         loss = torch.tensor(0.)
         for total,count,has_loss in total_losses(learn, as_totals(learn, self.steps[:n]), n) if n else ():
-            if has_loss: loss = (total/count).to(smooth.val)
+            if has_loss: loss = unweighted(total, count).to(smooth.val)
             smooth.accumulate(SimpleNamespace(loss=loss))
             rec.losses.append(smooth.value)
         vars(rec)['smooth_loss'] = smooth # `setattr` would warn, since the learner has this name too
