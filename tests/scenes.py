@@ -297,6 +297,16 @@ class TrainsDiscriminator(Callback):
         average_grads(judge.parameters())
         self.own.step()
 
+class TrainsHead(Callback):
+    "By an optimizer of its own, from the learner's loss"
+    run_valid = False
+    def before_fit(self): self.own = torch.optim.SGD(self.model[4].parameters(), lr=.1)
+    def before_step(self): average_grads(self.model[4].parameters(), weighed=True) # which changes nothing
+    def after_step(self):
+        self.own.step()
+        self.own.zero_grad()
+def body(m): return list(m[:4].parameters())
+
 class Ignores(Callback):
     "Some labels do not count, on each rank another number: known before the forward pass, or only in `event`"
     run_valid = False
@@ -523,7 +533,8 @@ losses |= dict(ignore=scene(n=37, ds=quarter, loss=nn.CrossEntropyLoss), mse=sce
                counted=scene(n=45, ds=texts, model=Tags, loss=counted_tokens))
 scenes |= losses | {'a batch without items': scene(n=48, bs=4, ds=few_ignored, loss=guarded, shuffle=False),
                     'sparse gradients': scene(n=45, ds=words, model=rows_of_words, loss=F.cross_entropy, opt=torch.optim.SGD),
-                    'weights of torch': scene(n=45, loss=weighted_squares)}
+                    'weights of torch': scene(n=45, loss=weighted_squares),
+                    'two optimizers': scene(n=45, cbs=lambda: [TrainsHead()], splitter=body)}
 scenes |= {f'{k}, accumulated': {**c, 'bs': 24, 'parts': 2, 'accumulate': 24,
                                  **(dict(unlike=('values','final','validate')) if k in ('sum','squares') else adamw)}
            for k,c in losses.items()}

@@ -321,7 +321,7 @@ class TrainingLoop(Loop):
 
     def _set_aside(self, step):
         "Keep gradients of batches before, since a callback accumulates, until the end of the step"
-        params = self._params()
+        params = self.params()
         if any([p.grad is not None for p in params]): step.kept = {p: g.clone() for p,g in take_grads(params).items()}
 
     def _put_back(self, step):
@@ -362,7 +362,7 @@ class TrainingLoop(Loop):
         if self.replica: self.replica.set_exchange(step.is_last and (self.by_parts or self.group.is_last))
         return b
 
-    def _params(self)->list:
+    def params(self)->list:
         "The parameters whose gradients a step has"
         return self.replica.step_params() if self.replica else self.engine.all_params()
 
@@ -470,13 +470,13 @@ class TrainingLoop(Loop):
         if not step.is_last: return self._keep(step)
         pending = step.grads.pending if step.grads else ()
         if self.replica: self.replica.after_backward(pending)
-        elif self.by_parts: add_earlier(self._params(), pending)
+        elif self.by_parts: add_earlier(self.params(), pending)
         if self.weighs: self._end_step(step)
 
     def _keep(self, step):
         "After the backward pass of a part that is not the last one: its gradients stay, or join the tree"
         if not step.grads or not step.ends_run: return
-        step.grads.push(self.replica.take() if self.replica else take_grads(self._params()))
+        step.grads.push(self.replica.take() if self.replica else take_grads(self.params()))
 
     def _end_step(self, step):
         "After the last backward pass of a step: what all ranks say of it. Sync point"
@@ -510,7 +510,7 @@ class TrainingLoop(Loop):
         if not isinstance(items, Tensor) and items in (0,self.scale): return
         k = self.scale/items
         if isinstance(k, Tensor): k = k.nan_to_num(posinf=1.) # no items
-        scale_grads(self.learn.opt, k)
+        scale_grads(self.params(), k)
 
     def _all_items(self, step, res):
         "The items of all ranks. Sync point where a device of any rank counts them"
@@ -526,7 +526,7 @@ class TrainingLoop(Loop):
         for m in get_model(self.learn.model).modules():
             if isinstance(m, Synced): m.forget()
         if self.group.begun: return
-        for p in self._params(): p.grad = None
+        for p in self.params(): p.grad = None
 
     def settle(self):
         """After a backward pass, after other callbacks: leave a step of which all parts were cancelled, as one process

@@ -287,7 +287,9 @@ def average_grads(
     all stays without. Sync point"""
     loop = running.get()
     if loop is None: return sum_grads(params, 1/group_size())
-    if weighed: return sum_grads(params, loop.remaining_scale())
+    if weighed:
+        own = {*map(id, loop.params())} # these have been averaged
+        return sum_grads([p for p in params if id(p) not in own], loop.remaining_scale())
     if group_size()<2: return
     part = loop.part
     n = 0. if part.why else float(part.n or batch_rows(loop.learn))
