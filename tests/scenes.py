@@ -3,6 +3,7 @@
 `scenes` is the table: name → settings, which override those of `base`. `run` does one of them, on one process or as
 one of W ranks, and returns plain data; test_scenes.py compares. A new scene is a line of the table."""
 import copy, itertools
+from dataclasses import dataclass
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -99,6 +100,9 @@ def of_dict(): return Of(adds_logits, lin=nn.Linear(16, 3))
 def part_used(): return Of(lambda m, x: m.used(x.flatten(1)), used=nn.Linear(16, 3), idle=nn.Linear(2, 2))
 def centers(m, xs): return [dict(center=m.lin(x).mean(0)) for x in xs]
 def detector(): return Of(centers, lin=nn.Linear(4, 2))
+@dataclass
+class Output: logits:Tensor
+def with_class(): return Of(lambda m, x: Output(m.net(x)), net=net()) # whose tensors nobody finds
 def of_nodes(): return Of(lambda m, x, ids: m.net(x).sum(1), net=net())
 def writes(): return Of(lambda m, b: m.net(b.sub_(.5)), net=net()) # changes what it is given
 
@@ -147,6 +151,7 @@ def two_loss(out, y): return F.cross_entropy(out[0], y)+F.cross_entropy(out[1]['
 def dict_loss(out, b): return F.cross_entropy(out['logits'], b['y'])
 def of_boxes(outs, ys): return torch.stack([((o['center']-y['boxes'])**2).mean() for o,y in zip(outs, ys)]).mean()
 def of_output(out, b): return out[0]
+def of_class(p, t): return F.mse_loss(p.logits, t)
 def huber(p, t): return ((p-t)**2+1).sqrt().mean()
 def contrast(p, t): return torch.logsumexp(-torch.cdist(gather_with_grad(p), gather_with_grad(t.detach())), 1).mean()
 contrast.n_items = 'whole'
@@ -534,6 +539,7 @@ losses |= dict(ignore=scene(n=37, ds=quarter, loss=nn.CrossEntropyLoss), mse=sce
 scenes |= losses | {'a batch without items': scene(n=48, bs=4, ds=few_ignored, loss=guarded, shuffle=False),
                     'sparse gradients': scene(n=45, ds=words, model=rows_of_words, loss=F.cross_entropy, opt=torch.optim.SGD),
                     'weights of torch': scene(n=45, loss=weighted_squares),
+                    'an output of a class': scene(n=37, model=with_class, loss=of_class, preds=False),
                     'two optimizers': scene(n=45, cbs=lambda: [TrainsHead()], splitter=body)}
 scenes |= {f'{k}, accumulated': {**c, 'bs': 24, 'parts': 2, 'accumulate': 24,
                                  **(dict(unlike=('values','final','validate')) if k in ('sum','squares') else adamw)}

@@ -427,11 +427,11 @@ class TrainingLoop(Loop):
         learn.loss_grad = kind.weigh(learn.loss_grad, part, self.step.n_parts, k)
 
     def _count(self, part)->bool:
-        "Settle how many items a part has; whether any of them counts, as far as the host knows"
+        "Settle how many items a part has; whether its loss is a number, as far as the host knows"
         n = part.n if self.learn.items is None else self.learn.items
         on_device = isinstance(n, Tensor) and n.device.type!='cpu'
         part.n = self.learn.items = self._guarded(n) if on_device else float(n)
-        return part.why is None and (on_device or part.n!=0)
+        return part.why in (None,Why.repeats) and (on_device or part.n!=0)
 
     def _find_kind(self, part):
         "What an unknown loss is: samples count alike, and a warning says so; one process tries"
