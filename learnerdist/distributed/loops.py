@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.collectives import all_sum,gather_alike,gather_rows
 from ..core.compat import tree_leaves
-from ..core.env import group_rank,group_size,wide_dtype
+from ..core.env import group_rank,group_size,waits,wide_dtype
 from ..core.random import rng_state,set_rng_state
 from ..core.stacks import need
 from ..data.dealing import parts_in_use
@@ -103,7 +103,7 @@ class _Gather(torch.autograd.Function):
     "All-gather of rows; the backward pass sums the gradients that all ranks have for this rank's rows"
     @staticmethod
     def forward(ctx, t):
-        parts = gather_rows(t.detach())
+        with waits('gather_with_grad'): parts = gather_rows(t.detach())
         ctx.lens,ctx.rank = [len(o) for o in parts],group_rank()
         return torch.cat(parts)
     @staticmethod
