@@ -193,6 +193,19 @@ def test_errors(found):
     with pytest.raises(ValueError, match='max_bs: this DataLoader makes batches in its own way.* GradientAccumulation'):
         DistributedDL.from_dl(own, 0, 2, pad='batch', max_bs=2)
 
+class SkipsStep(Callback):
+    "Cancels all parts of a step; what gradients there are then"
+    run_valid = False
+    def after_pred(self):
+        if self.train_iter==1: raise CancelBatchException
+    def after_backward(self):
+        if self.train_iter==1: self.grads = [p.grad for p in self.model.parameters()]
+
+def test_a_step_that_is_cancelled_whole_has_no_gradient():
+    cb = SkipsStep()
+    fitted(make(of()), [cb], max_bs=5)
+    assert cb.grads==[None]*2
+
 def test_steps_are_counted_and_not_parts():
     n = Steps()
     learn = fitted(make(of()), [n], max_bs=5)
