@@ -191,10 +191,11 @@ class PartStatistics:
             self.running += [m.running_mean,m.running_var]
             if m.num_batches_tracked is not None: self.counters.append(m.num_batches_tracked)
         known = {*map(id, self.running+self.counters)}
-        self.others = [o for o in model.buffers() if id(o) not in known]
+        self.others = [] # Modules, and names of their other buffers
+        for m in model.modules(): self.others += [(m,k) for k,o in m.named_buffers(recurse=False) if id(o) not in known]
         self.start = [(o,o.clone()) for o in self.running+self.counters]
-        self.start_of_others = [(o,o.clone()) for o in self.others]
-        self.versions = [version(o) for o in self.others]
+        self.start_of_others = [(o,o.clone()) for o in self._now()]
+        self.versions = self._versions()
         self.changed = False # Whether a forward pass has written to `others`
         self.total = Tree(n, add) # Of what the parts have made of `running`, and how many count
         self.first = None # What part 0 has made of `others`
@@ -205,9 +206,16 @@ class PartStatistics:
         "The buffers begin where the step began"
         if self.begun:
             self.changed = self.has_changed()
-            start = self.start+self.start_of_others if self.changed else self.start
-            for o,old in start: o.copy_(old)
+            for o,old in self.start: o.copy_(old)
+            if self.changed: self._set_others([old for _,old in self.start_of_others])
         self.begun = True
+
+    def _now(self): return [getattr(*o) for o in self.others]
+    def _versions(self): return [(id(o),version(o)) for o in self._now()]
+    def _set_others(self, values):
+        for (m,k),(o,_),value in zip(self.others, self.start_of_others, values):
+            o.copy_(value)
+            setattr(m, k, o) # a forward pass may have put another tensor there
 
     def end_part(self, part:Part):
         "After its backward pass"
@@ -215,11 +223,11 @@ class PartStatistics:
             row = _in_a_row(self.running)
             row = torch.cat([row, row.new_ones(1)])
             self.total.push(row if part.why is None else torch.zeros_like(row))
-        if not part.number and self.has_changed(): self.first = [o.clone() for o in self.others]
+        if not part.number and self.has_changed(): self.first = [o.clone() for o in self._now()]
 
     def has_changed(self)->bool:
         "Whether the forward passes write to buffers that are no statistics"
-        return self.changed or self.versions!=[version(o) for o in self.others]
+        return self.changed or self.versions!=self._versions()
 
     @torch.no_grad()
     def end_step(self, changed:bool):
@@ -234,5 +242,5 @@ class PartStatistics:
             for o,mean in zip(self.running, means): o.copy_(mean.view_as(o))
             for o,old in self.start[n_running:]: o.copy_(old+(n>0))
         if not changed: return
-        for i,(o,old) in enumerate(self.start_of_others): o.copy_(self.first[i] if self.first else old)
-        broadcast_tensors(self.others)
+        self._set_others(self.first or [old for _,old in self.start_of_others])
+        broadcast_tensors(self._now())
