@@ -12,6 +12,7 @@ from torch import Tensor, nn, tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from harness import caught
 from helpers import Of, Stream
@@ -77,6 +78,8 @@ def validates_training(train, valid):
 
 def net(): return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
 def normed(): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+def checkpointed():
+    return Of(lambda m, x: m.out(checkpoint(m.body, x, use_reentrant=False)), body=normed()[:3], out=nn.Linear(8, 2))
 def instance_normed():
     return nn.Sequential(nn.Unflatten(1, (2,2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Flatten(), nn.Linear(4, 2))
 def linear(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
@@ -540,6 +543,7 @@ scenes |= losses | {'a batch without items': scene(n=48, bs=4, ds=few_ignored, l
                     'sparse gradients': scene(n=45, ds=words, model=rows_of_words, loss=F.cross_entropy, opt=torch.optim.SGD),
                     'weights of torch': scene(n=45, loss=weighted_squares),
                     'an output of a class': scene(n=37, model=with_class, loss=of_class, preds=False),
+                    'activations computed again': scene(n=46, model=checkpointed),
                     'two optimizers': scene(n=45, cbs=lambda: [TrainsHead()], splitter=body)}
 scenes |= {f'{k}, accumulated': {**c, 'bs': 24, 'parts': 2, 'accumulate': 24,
                                  **(dict(unlike=('values','final','validate')) if k in ('sum','squares') else adamw)}
