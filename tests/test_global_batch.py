@@ -11,6 +11,7 @@ from learnerdist.data.dealing import count_parts
 from learnerdist.testing import run_ranks
 from test_scenes import same
 from harness import close
+from helpers import Of
 from scenes import OnOneRank, adversarial, contrast, losses, make, net, normed, rank_runs, recorded, run, scene, scenes
 
 # --- the same run -----------------------------------------------------------------------------------------------------
@@ -116,6 +117,8 @@ def failure(f, *args, **kw):
     try: f(*args, **kw)
     except Exception as e: return f'{type(e).__name__}: {e}'
 
+def gathering(): return Of(lambda m, x: m.net(x-gather_with_grad(x).mean(0)), net=net())
+
 def bad_contexts():
     "What an option or a script that cannot be says"
     def ctx(model=net, loss=nn.MSELoss, **kw):
@@ -123,7 +126,7 @@ def bad_contexts():
         with learn.no_logging(), learn.distrib_ctx(**kw): learn.fit(1)
     res = dict(few=failure(ctx, global_bs=1), text=failure(ctx, global_bs='256'), zero=failure(ctx, max_bs=0),
                both=failure(ctx, global_bs=8, split_batches=True), static=failure(ctx, max_bs=4, static_graph=True),
-               whole=failure(ctx, loss=contrast, max_bs=2), ctx=failure(ctx, max_bs='most'))
+               whole=failure(ctx, loss=contrast, max_bs=2), gathers=failure(ctx, gathering, max_bs=2), ctx=failure(ctx, max_bs='most'))
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter('always')
         ctx(model=normed, max_bs=4)
@@ -185,7 +188,7 @@ def test_a_part_that_is_cancelled_does_not_count(found, W):
 
 def test_errors(found):
     for bad in (r['bad'] for r in found(2)):
-        want = dict(few="global_bs=1", text="global_bs='256'", zero='max_bs=0', both='leave out one', static='static_graph',
+        want = dict(few="global_bs=1", text="global_bs='256'", zero='max_bs=0', both='leave out one', gathers='global batch at once', static='static_graph',
                     whole='global batch at once', ctx="or 'auto'")
         for k,text in want.items(): assert bad[k].startswith('ValueError') and text in bad[k], (k, bad[k])
     assert '[batchnorm-parts]' in found(2)[0]['bad']['messages']

@@ -115,6 +115,7 @@ def gather_with_grad(
     """The rows of all ranks, through which gradients flow back to each; in evaluation `t`, since each batch is whole.
     Sync point, also in the backward pass"""
     loop = running.get()
+    if loop is not None: need(not loop.by_parts, _at_once, max_bs=loop.engine.opts.max_bs)
     if group_size()<2 or loop is None and not torch.is_grad_enabled(): return t
     counts = loop is None or loop.part.why is None
     return _Gather.apply(t if counts else t[:0])
@@ -598,7 +599,7 @@ class TrainingLoop(Loop):
         self.step = None
         if step.cancelled: self.ballot.leave(cancelled_loop(step))
 
-_at_once = 'this loss needs the global batch at once, and parts have some of its samples: leave max_bs out'
+_at_once = 'this loss or model needs the global batch at once, and parts have some of its samples: leave max_bs out'
 _second = ('learn.wrapper is called again in a batch, which is one of several parts of a step: leave max_bs out, or '
            'add up the two passes yourself')
 _unknown = ('what the loss is the mean over is not known, and could not be found out on a part of a batch: samples '
