@@ -3099,6 +3099,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses.probe_loss': ( 'learner/losses.html#probe_loss',
                                                                                        'learnerdist/learner/losses.py'),
+                                            'learnerdist.learner.losses.recorded_items': ( 'learner/losses.html#recorded_items',
+                                                                                           'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses.set_loss_over': ( 'learner/losses.html#set_loss_over',
                                                                                           'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses.tolerance': ( 'learner/losses.html#tolerance',
