@@ -3,6 +3,7 @@
 `scenes` is the table: name → settings, which override those of `base`. `run` does one of them, on one process or as
 one of W ranks, and returns plain data; test_scenes.py compares. A new scene is a line of the table."""
 import copy, itertools
+from dataclasses import dataclass
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from torch import Tensor, nn, tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from harness import caught
 from helpers import Of, Stream
@@ -76,6 +78,8 @@ def validates_training(train, valid):
 
 def net(): return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
 def normed(): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+def checkpointed():
+    return Of(lambda m, x: m.out(checkpoint(m.body, x, use_reentrant=False)), body=normed()[:3], out=nn.Linear(8, 2))
 def instance_normed():
     return nn.Sequential(nn.Unflatten(1, (2,2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Flatten(), nn.Linear(4, 2))
 def linear(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
@@ -99,6 +103,9 @@ def of_dict(): return Of(adds_logits, lin=nn.Linear(16, 3))
 def part_used(): return Of(lambda m, x: m.used(x.flatten(1)), used=nn.Linear(16, 3), idle=nn.Linear(2, 2))
 def centers(m, xs): return [dict(center=m.lin(x).mean(0)) for x in xs]
 def detector(): return Of(centers, lin=nn.Linear(4, 2))
+@dataclass
+class Output: logits:Tensor
+def with_class(): return Of(lambda m, x: Output(m.net(x)), net=net()) # whose tensors nobody finds
 def of_nodes(): return Of(lambda m, x, ids: m.net(x).sum(1), net=net())
 def writes(): return Of(lambda m, b: m.net(b.sub_(.5)), net=net()) # changes what it is given
 
@@ -139,10 +146,15 @@ def squares(p, t): return ((p-t)**2).sum()
 def of_tokens(out, y): return F.cross_entropy(out.flatten(0, 1), y.flatten()) # a user's; no warning
 def counted_tokens(out, y): return of_tokens(out, y)
 counted_tokens.n_items = lambda p, t: (t!=-100).sum()
+def guarded(p, t): # as one writes it where a batch may have no label
+    m = t>=0
+    return F.cross_entropy(p[m], t[m]) if m.any() else p.sum()*0
+def weighted_squares(p, t): return F.mse_loss(p, t, weight=t.abs())
 def two_loss(out, y): return F.cross_entropy(out[0], y)+F.cross_entropy(out[1]['side'], y)
 def dict_loss(out, b): return F.cross_entropy(out['logits'], b['y'])
 def of_boxes(outs, ys): return torch.stack([((o['center']-y['boxes'])**2).mean() for o,y in zip(outs, ys)]).mean()
 def of_output(out, b): return out[0]
+def of_class(p, t): return F.mse_loss(p.logits, t)
 def huber(p, t): return ((p-t)**2+1).sqrt().mean()
 def contrast(p, t): return torch.logsumexp(-torch.cdist(gather_with_grad(p), gather_with_grad(t.detach())), 1).mean()
 contrast.n_items = 'whole'
@@ -292,6 +304,16 @@ class TrainsDiscriminator(Callback):
         ((judge(self.yb[0])-1).square().mean()+judge(self.pred.detach()).square().mean()).backward()
         average_grads(judge.parameters())
         self.own.step()
+
+class TrainsHead(Callback):
+    "By an optimizer of its own, from the learner's loss"
+    run_valid = False
+    def before_fit(self): self.own = torch.optim.SGD(self.model[4].parameters(), lr=.1)
+    def before_step(self): average_grads(self.model[4].parameters(), weighed=True) # which changes nothing
+    def after_step(self):
+        self.own.step()
+        self.own.zero_grad()
+def body(m): return list(m[:4].parameters())
 
 class Ignores(Callback):
     "Some labels do not count, on each rank another number: known before the forward pass, or only in `event`"
@@ -504,13 +526,25 @@ def quarter(n):
     x,y = classes(n).tensors
     return TensorDataset(x, y.where(torch.arange(n)%4==0, -100))
 def chances(n): return TensorDataset(draws(n, 4), draws(n, 2).sigmoid())
+def few_ignored(n):
+    x,y = classes(n).tensors
+    return TensorDataset(x, y.where((torch.arange(n)%24-6).abs()!=1, -100))
+def words(n):
+    x = ints(9, n, 6)
+    return TensorDataset(x, x[:,0]%3)
+def rows_of_words(): return Of(lambda m, x: m.out(m.emb(x).mean(1)), emb=nn.Embedding(9, 5, sparse=True), out=nn.Linear(5, 3))
 losses = {k: scene(n=37, ds=classes, loss=f) for k,f in class_losses.items()}
 losses |= dict(ignore=scene(n=37, ds=quarter, loss=nn.CrossEntropyLoss), mse=scene(n=37),
                bce=scene(n=37, ds=chances, loss=nn.BCEWithLogitsLoss),
                sum=scene(n=37, ds=classes, loss=nn.CrossEntropyLoss(reduction='sum'), lr=.002),
                squares=scene(n=37, loss=squares, lr=.002), tokens=scene(n=45, ds=texts, model=Tags, loss=of_tokens),
                counted=scene(n=45, ds=texts, model=Tags, loss=counted_tokens))
-scenes |= losses
+scenes |= losses | {'a batch without items': scene(n=48, bs=4, ds=few_ignored, loss=guarded, shuffle=False),
+                    'sparse gradients': scene(n=45, ds=words, model=rows_of_words, loss=F.cross_entropy, opt=torch.optim.SGD),
+                    'weights of torch': scene(n=45, loss=weighted_squares),
+                    'an output of a class': scene(n=37, model=with_class, loss=of_class, preds=False),
+                    'activations computed again': scene(n=46, model=checkpointed),
+                    'two optimizers': scene(n=45, cbs=lambda: [TrainsHead()], splitter=body)}
 scenes |= {f'{k}, accumulated': {**c, 'bs': 24, 'parts': 2, 'accumulate': 24,
                                  **(dict(unlike=('values','final','validate')) if k in ('sum','squares') else adamw)}
            for k,c in losses.items()}

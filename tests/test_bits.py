@@ -30,6 +30,14 @@ def dropped(): return nn.Sequential(nn.Linear(6, 16), nn.Dropout(.3), nn.Tanh(),
 def conv():
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(.3), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4),
                          nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+class Shifted(nn.Sequential):
+    "With a buffer that is another tensor after each forward pass"
+    def __init__(self):
+        super().__init__(*mlp())
+        self.register_buffer('mean', torch.zeros(6))
+    def forward(self, x):
+        if self.training: self.mean = self.mean*.9+x.mean(0)*.1
+        return super().forward(x-self.mean)
 def tags(): return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 3))
 def of_tokens(p, t): return F.cross_entropy(p.flatten(0, 1), t.flatten())
 
@@ -60,6 +68,12 @@ scenes = dict(
     a_part_cancelled=of_bits(cbs=lambda: [OnOneRank('after_pred', CancelBatchException, 1, 5)]),
     cancelled_late=of_bits(cbs=lambda: [OnOneRank('after_loss', CancelBatchException, 2, 0)]),
     fit_cancelled=of_bits(cbs=lambda: [OnOneRank('before_backward', CancelFitException, 4, 6)]),
+    buffer=of_bits(model=Shifted),
+    # the last part of one process, and of one of two ranks: the others go on, so the step is taken
+    cancelled_after_a_backward_pass=of_bits(cbs=lambda: [OnOneRank('after_backward', CancelFitException, 1, 7)]),
+    # whose sum is rounded
+    items_of_a_group=of_bits(loss=nn.CrossEntropyLoss(weight=draws(3, seed=1, dtype=F64).abs()), dtype=F64, n=96, opt=sgd,
+                             bs=16, cbs=lambda: [GradientAccumulation(48)], ctx=dict(seed=3, global_bs=16, max_bs=1)),
     early_stopping=of_bits(cbs=lambda: [EarlyStoppingCallback('valid_loss', min_delta=10., patience=1)], fits=[5]),
     double=of_bits(n_valid=83, dtype=F64, fits=[6])) # sums of validation are rounded
 

@@ -11,6 +11,7 @@ from learnerdist.data.dealing import count_parts
 from learnerdist.testing import run_ranks
 from test_scenes import same
 from harness import close
+from helpers import Of
 from scenes import OnOneRank, adversarial, contrast, losses, make, net, normed, rank_runs, recorded, run, scene, scenes
 
 # --- the same run -----------------------------------------------------------------------------------------------------
@@ -32,10 +33,11 @@ dials = {1: (12, 5), 2: (12, 2), 3: (10, 2), 4: (12, 1)}
 
 def dialled(k):
     G,m = dials[group_size()]
+    if k=='sparse gradients': m = 1 # on 2 ranks there are partial sums then
     return dict(scenes[k], bs=G, ctx=dict(scenes[k]['ctx'], global_bs=G, max_bs=m))
 
 # A fourth of them on 1 or 2 ranks; before a release each on 2, and some on 3 and 4. That what is dealt is the same, test_dealing.py shows
-dealt = [(1, names[3::12]), (2, [*dict.fromkeys([*names[::6],*recorded])])]
+dealt = [(1, names[3::12]), (2, [*dict.fromkeys([*names[::6],*recorded,'sparse gradients'])])]
 dealt += [pytest.param(W, ks, marks=pytest.mark.long)
           for W,ks in ((1, names[9::12]), (2, [k for i,k in enumerate(names) if i%6]), (3, names[1::4]), (4, names[::6]))]
 
@@ -115,6 +117,8 @@ def failure(f, *args, **kw):
     try: f(*args, **kw)
     except Exception as e: return f'{type(e).__name__}: {e}'
 
+def gathering(): return Of(lambda m, x: m.net(x-gather_with_grad(x).mean(0)), net=net())
+
 def bad_contexts():
     "What an option or a script that cannot be says"
     def ctx(model=net, loss=nn.MSELoss, **kw):
@@ -122,7 +126,7 @@ def bad_contexts():
         with learn.no_logging(), learn.distrib_ctx(**kw): learn.fit(1)
     res = dict(few=failure(ctx, global_bs=1), text=failure(ctx, global_bs='256'), zero=failure(ctx, max_bs=0),
                both=failure(ctx, global_bs=8, split_batches=True), static=failure(ctx, max_bs=4, static_graph=True),
-               whole=failure(ctx, loss=contrast, max_bs=2), ctx=failure(ctx, max_bs='most'))
+               whole=failure(ctx, loss=contrast, max_bs=2), gathers=failure(ctx, gathering, max_bs=2), ctx=failure(ctx, max_bs='most'))
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter('always')
         ctx(model=normed, max_bs=4)
@@ -184,13 +188,26 @@ def test_a_part_that_is_cancelled_does_not_count(found, W):
 
 def test_errors(found):
     for bad in (r['bad'] for r in found(2)):
-        want = dict(few="global_bs=1", text="global_bs='256'", zero='max_bs=0', both='leave out one', static='static_graph',
+        want = dict(few="global_bs=1", text="global_bs='256'", zero='max_bs=0', both='leave out one', gathers='global batch at once', static='static_graph',
                     whole='global batch at once', ctx="or 'auto'")
         for k,text in want.items(): assert bad[k].startswith('ValueError') and text in bad[k], (k, bad[k])
     assert '[batchnorm-parts]' in found(2)[0]['bad']['messages']
     own = DataLoader(range(6), batch_sampler=[[0,1,2],[3],[4,5]])
     with pytest.raises(ValueError, match='max_bs: this DataLoader makes batches in its own way.* GradientAccumulation'):
         DistributedDL.from_dl(own, 0, 2, pad='batch', max_bs=2)
+
+class SkipsStep(Callback):
+    "Cancels all parts of a step; what gradients there are then"
+    run_valid = False
+    def after_pred(self):
+        if self.train_iter==1: raise CancelBatchException
+    def after_backward(self):
+        if self.train_iter==1: self.grads = [p.grad for p in self.model.parameters()]
+
+def test_a_step_that_is_cancelled_whole_has_no_gradient():
+    cb = SkipsStep()
+    fitted(make(of()), [cb], max_bs=5)
+    assert cb.grads==[None]*2
 
 def test_steps_are_counted_and_not_parts():
     n = Steps()

@@ -195,6 +195,7 @@ def minus_mean(m, x):
     out = m.net(x)
     return out-gather_with_grad(out).mean(0)
 def global_mean(): return learner(Of(minus_mean, net=net()))
+def mean_of_a_stream(): return Learner(DataLoaders(TfmdDL(Lines(), size())), Of(minus_mean, net=net()), by_hand, sgd)
 
 class WithLoss(nn.Module):
     "Returns its loss, and has hooks in a list, as models of Hugging Face do with activation checkpointing"
@@ -206,7 +207,7 @@ def given(out, y): return out['loss']
 def batch_mean(p, t): return 2*((p-t)**2).mean()
 
 ordinary = [lerp,triplets,written_triplets,detector,two_teachers,gradient_penalty,gan,autoencoder,reshaped,stream,masked,counting,keeps,
-            spoken,normalised,masks,global_mean]
+            spoken,normalised,masks,global_mean,mean_of_a_stream]
 
 def of_some(p, t): return F.mse_loss(p[t[:,0]>0], t[t[:,0]>0])
 def of_sizes(): return learner(loss=of_some) # follows from those of parts, by numbers that the batch shows

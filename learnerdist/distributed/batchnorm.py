@@ -77,15 +77,15 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        x,weight,mean,var = ctx.saved_tensors
+        saved = x,weight,mean,var = ctx.saved_tensors # which torch's checkpoint gives once
         sums = _grad_sums(g, x, mean, var, ctx.eps)
         need = ctx.needs_input_grad
         grads = [o.to(weight.dtype) if yes else None for o,yes in zip(sums, need[1:3])]
-        return _input_grad(ctx, g, sums) if need[0] else None, *grads, *[None]*6
+        return _input_grad(ctx, saved, g, sums) if need[0] else None, *grads, *[None]*6
 
-def _input_grad(ctx, g, sums):
+def _input_grad(ctx, saved, g, sums):
     "Gradient of this rank's rows. Sync point: one all-reduce, on ranks without a row too"
-    x,weight,mean,var = ctx.saved_tensors
+    x,weight,mean,var = saved
     # a copy: `sums` itself stays this rank's, the parameters' gradients
     sums = sums.to(torch.float64, copy=True)
     dist.all_reduce(sums, group=ctx.group)

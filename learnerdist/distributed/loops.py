@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.collectives import all_sum,gather_alike,gather_rows
 from ..core.compat import tree_leaves
-from ..core.env import group_rank,group_size,wide_dtype
+from ..core.env import group_rank,group_size,waits,wide_dtype
 from ..core.random import rng_state,set_rng_state
 from ..core.stacks import need
 from ..data.dealing import parts_in_use
@@ -103,7 +103,7 @@ class _Gather(torch.autograd.Function):
     "All-gather of rows; the backward pass sums the gradients that all ranks have for this rank's rows"
     @staticmethod
     def forward(ctx, t):
-        parts = gather_rows(t.detach())
+        with waits('gather_with_grad'): parts = gather_rows(t.detach())
         ctx.lens,ctx.rank = [len(o) for o in parts],group_rank()
         return torch.cat(parts)
     @staticmethod
@@ -115,6 +115,7 @@ def gather_with_grad(
     """The rows of all ranks, through which gradients flow back to each; in evaluation `t`, since each batch is whole.
     Sync point, also in the backward pass"""
     loop = running.get()
+    if loop is not None: need(not loop.by_parts, _at_once, max_bs=loop.engine.opts.max_bs)
     if group_size()<2 or loop is None and not torch.is_grad_enabled(): return t
     counts = loop is None or loop.part.why is None
     return _Gather.apply(t if counts else t[:0])
@@ -125,7 +126,7 @@ class Group:
     def __init__(self):
         self.is_last = True # Whether the step comes after the present batch
         self.begun = False # Whether there were batches before
-        self.n = 0 # Items of this rank in those before
+        self.n = 0 # Items in those before: of all ranks, if their gradients have travelled, else of this rank
 
 class Source(NamedTuple):
     "What a training loop reads"
@@ -153,6 +154,8 @@ events_before_backward = inner_events[:4]
 _asks_in = dict.fromkeys(('after_cancel_step','after_step'), Asks.after_step)
 
 _asks_in |= dict.fromkeys(('after_cancel_batch','after_batch'), Asks.at_end)
+
+_of_part = 'after_backward','after_batch' # late events that each part has
 
 def may_cancel(scope, event)->bool:
     "Whether a callback may cancel `scope` in an event of a training batch"
@@ -319,7 +322,7 @@ class TrainingLoop(Loop):
 
     def _set_aside(self, step):
         "Keep gradients of batches before, since a callback accumulates, until the end of the step"
-        params = self._params()
+        params = self.params()
         if any([p.grad is not None for p in params]): step.kept = {p: g.clone() for p,g in take_grads(params).items()}
 
     def _put_back(self, step):
@@ -360,7 +363,7 @@ class TrainingLoop(Loop):
         if self.replica: self.replica.set_exchange(step.is_last and (self.by_parts or self.group.is_last))
         return b
 
-    def _params(self)->list:
+    def params(self)->list:
         "The parameters whose gradients a step has"
         return self.replica.step_params() if self.replica else self.engine.all_params()
 
@@ -425,11 +428,11 @@ class TrainingLoop(Loop):
         learn.loss_grad = kind.weigh(learn.loss_grad, part, self.step.n_parts, k)
 
     def _count(self, part)->bool:
-        "Settle how many items a part has; whether any of them counts, as far as the host knows"
+        "Settle how many items a part has; whether its loss is a number, as far as the host knows"
         n = part.n if self.learn.items is None else self.learn.items
         on_device = isinstance(n, Tensor) and n.device.type!='cpu'
         part.n = self.learn.items = self._guarded(n) if on_device else float(n)
-        return part.why is None and (on_device or part.n!=0)
+        return part.why in (None,Why.repeats) and (on_device or part.n!=0)
 
     def _find_kind(self, part):
         "What an unknown loss is: samples count alike, and a warning says so; one process tries"
@@ -457,7 +460,7 @@ class TrainingLoop(Loop):
         step.sends = self.links is not None and (self.by_parts or self.group.is_last)
         own = self.part.weight
         if len(step.parts)>1: own = step.weights()
-        step.total = self.group.n+own
+        step.total = own if self.by_parts else self.group.n+own
         if step.sends: self.links.post(step.message().row(), self.replica is not None and self.replica.meets)
 
     def end_backward(self):
@@ -468,13 +471,13 @@ class TrainingLoop(Loop):
         if not step.is_last: return self._keep(step)
         pending = step.grads.pending if step.grads else ()
         if self.replica: self.replica.after_backward(pending)
-        elif self.by_parts: add_earlier(self._params(), pending)
+        elif self.by_parts: add_earlier(self.params(), pending)
         if self.weighs: self._end_step(step)
 
     def _keep(self, step):
         "After the backward pass of a part that is not the last one: its gradients stay, or join the tree"
         if not step.grads or not step.ends_run: return
-        step.grads.push(self.replica.take() if self.replica else take_grads(self._params()))
+        step.grads.push(self.replica.take() if self.replica else take_grads(self.params()))
 
     def _end_step(self, step):
         "After the last backward pass of a step: what all ranks say of it. Sync point"
@@ -484,11 +487,15 @@ class TrainingLoop(Loop):
         if not res.counts: step.scope = res.scope or 'batch' # all samples of all ranks are bad
         ends = group.is_last and step.scope in (None,'backward') # else the optimizer does not step
         if group.begun: self._put_back(step) # of the same group: all get their scale together
-        if ends and (self.part.kind or kind_of(loss_over(self.learn))).corrects: self._correct(step, res)
+        n = step.total
+        if (self.part.kind or kind_of(loss_over(self.learn))).corrects:
+            if self.by_parts or ends: items = self._all_items(step, res)
+            if self.by_parts: n = items
+            if ends: self._correct(step, items)
         step.is_over = True
         if step.scope is not None: self._clear_step()
         if step.kept: self._put_back(step)
-        group.n = 0 if ends else step.total
+        group.n = 0 if ends else n
         group.begun = not group.is_last or group.begun and not ends
 
     def _outcome(self, step)->Outcome:
@@ -498,28 +505,29 @@ class TrainingLoop(Loop):
         # without an exchange nobody knows what others have cancelled
         return res._replace(counts=True) if self.links else res
 
-    def _correct(self, step, res):
+    def _correct(self, step, items):
         "Let gradients be those of the mean over the items of all ranks"
-        step.items = items = self._all_items(step, res)
+        step.items = items
         if not isinstance(items, Tensor) and items in (0,self.scale): return
         k = self.scale/items
         if isinstance(k, Tensor): k = k.nan_to_num(posinf=1.) # no items
-        scale_grads(self.learn.opt, k)
+        scale_grads(self.params(), k)
 
     def _all_items(self, step, res):
         "The items of all ranks. Sync point where a device of any rank counts them"
-        if not step.sends: return step.total
-        if not any(map(math.isnan, res.items)): return tree_sum(res.items)
+        before = self.group.n if self.by_parts else 0 # of batches that have travelled
+        if not step.sends: return before+step.total
+        if not any(map(math.isnan, res.items)): return before+tree_sum(res.items)
         device = self.engine.device
         n = torch.zeros((), dtype=wide_dtype(device), device=device)+step.total # what the host knows is not copied
-        return tree_sum(gather_alike(n))
+        return before+tree_sum(gather_alike(n))
 
     def _clear_step(self):
         "All parts were cancelled: there is no gradient, as in one process, and torch's SyncBatchNorm has seen nothing"
         for m in get_model(self.learn.model).modules():
             if isinstance(m, Synced): m.forget()
         if self.group.begun: return
-        for p in self._params(): p.grad = None
+        for p in self.params(): p.grad = None
 
     def settle(self):
         """After a backward pass, after other callbacks: leave a step of which all parts were cancelled, as one process
@@ -564,8 +572,15 @@ class TrainingLoop(Loop):
         step.cancelled.append(scope)
         if event in events_before_backward[:2]: part.why = part.why or Why.cancelled
         elif event in events_before_backward: part.why = part.why or Why.dropped
-        elif step.is_last: self._ask(scope, _asks_in.get(event, Asks.before_step))
+        else: self._cancel_late(event)
         return True
+
+    def _cancel_late(self, event):
+        "After a backward pass: ask the other ranks, if all parts of this one have cancelled here"
+        step = self.step
+        self.part.asks = phase = _asks_in.get(event, Asks.before_step)
+        of_part = event in _of_part and any([o.asks!=phase for o in step.parts])
+        if not of_part: self._ask(widest(step.cancelled), phase)
 
     def _ask(self, scope, phase):
         """If all ranks cancel in this phase, leave it as one process does. Sync point: a rank that does not, answers at
@@ -584,7 +599,7 @@ class TrainingLoop(Loop):
         self.step = None
         if step.cancelled: self.ballot.leave(cancelled_loop(step))
 
-_at_once = 'this loss needs the global batch at once, and parts have some of its samples: leave max_bs out'
+_at_once = 'this loss or model needs the global batch at once, and parts have some of its samples: leave max_bs out'
 _second = ('learn.wrapper is called again in a batch, which is one of several parts of a step: leave max_bs out, or '
            'add up the two passes yourself')
 _unknown = ('what the loss is the mean over is not known, and could not be found out on a part of a batch: samples '

@@ -19,7 +19,7 @@ from ..core.compat import TrackingNorm,foreach_add,version
 from ..core.collectives import broadcast_tensors
 from ..core.env import current_group,group_size,wide_dtype
 from ..data.dealing import factors
-from .vote_links import Message,widest
+from .vote_links import Asks,Message,widest
 
 # %% ../../nbs/distributed/03_parts.ipynb #pt006
 class Tree:
@@ -91,7 +91,7 @@ def sum_of_ranks(t:Tensor)->Tensor:
 def begin_sum(t:Tensor)->torch.futures.Future:
     "As `sum_of_ranks`, but the sum is the result of a future: what follows on a device need not wait for it"
     W,group = group_size(),current_group()
-    if W==2:
+    if W==2 or t.is_sparse:
         work = dist.all_reduce(t, group=group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
     n = -(-t.numel()//W)
@@ -119,6 +119,7 @@ class Part:
     over = None # What the loss is the mean over, before callbacks change it
     kind = None # The `Kind` of the loss
     loss = None # Of a sum: before callbacks add something to it
+    asks = Asks.no # Where a callback has cancelled it after its backward pass
     def __init__(self, number:int, why=None):
         self.number,self.why = number,why # among those of all ranks; `Why`, or None if it counts
 
@@ -190,10 +191,11 @@ class PartStatistics:
             self.running += [m.running_mean,m.running_var]
             if m.num_batches_tracked is not None: self.counters.append(m.num_batches_tracked)
         known = {*map(id, self.running+self.counters)}
-        self.others = [o for o in model.buffers() if id(o) not in known]
+        self.others = [] # Modules, and names of their other buffers
+        for m in model.modules(): self.others += [(m,k) for k,o in m.named_buffers(recurse=False) if id(o) not in known]
         self.start = [(o,o.clone()) for o in self.running+self.counters]
-        self.start_of_others = [(o,o.clone()) for o in self.others]
-        self.versions = [version(o) for o in self.others]
+        self.start_of_others = [(o,o.clone()) for o in self._now()]
+        self.versions = self._versions()
         self.changed = False # Whether a forward pass has written to `others`
         self.total = Tree(n, add) # Of what the parts have made of `running`, and how many count
         self.first = None # What part 0 has made of `others`
@@ -204,9 +206,16 @@ class PartStatistics:
         "The buffers begin where the step began"
         if self.begun:
             self.changed = self.has_changed()
-            start = self.start+self.start_of_others if self.changed else self.start
-            for o,old in start: o.copy_(old)
+            for o,old in self.start: o.copy_(old)
+            if self.changed: self._set_others([old for _,old in self.start_of_others])
         self.begun = True
+
+    def _now(self): return [getattr(*o) for o in self.others]
+    def _versions(self): return [(id(o),version(o)) for o in self._now()]
+    def _set_others(self, values):
+        for (m,k),(o,_),value in zip(self.others, self.start_of_others, values):
+            o.copy_(value)
+            setattr(m, k, o) # a forward pass may have put another tensor there
 
     def end_part(self, part:Part):
         "After its backward pass"
@@ -214,11 +223,11 @@ class PartStatistics:
             row = _in_a_row(self.running)
             row = torch.cat([row, row.new_ones(1)])
             self.total.push(row if part.why is None else torch.zeros_like(row))
-        if not part.number and self.has_changed(): self.first = [o.clone() for o in self.others]
+        if not part.number and self.has_changed(): self.first = [o.clone() for o in self._now()]
 
     def has_changed(self)->bool:
         "Whether the forward passes write to buffers that are no statistics"
-        return self.changed or self.versions!=[version(o) for o in self.others]
+        return self.changed or self.versions!=self._versions()
 
     @torch.no_grad()
     def end_step(self, changed:bool):
@@ -233,5 +242,5 @@ class PartStatistics:
             for o,mean in zip(self.running, means): o.copy_(mean.view_as(o))
             for o,old in self.start[n_running:]: o.copy_(old+(n>0))
         if not changed: return
-        for i,(o,old) in enumerate(self.start_of_others): o.copy_(self.first[i] if self.first else old)
-        broadcast_tensors(self.others)
+        self._set_others(self.first or [old for _,old in self.start_of_others])
+        broadcast_tensors(self._now())

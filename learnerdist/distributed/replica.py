@@ -66,7 +66,9 @@ class SharedMean:
         else:
             self.pending,self.end = [],0 # drops the rest of an interrupted backward pass
             if self.turns==1: self.links.meet() # every rank has read the slots
-        if t.is_sparse: fut = default_hooks.allreduce_hook(current_group(), bucket)
+        if t.is_sparse:
+            bucket.set_buffer(t*(self.factor*self.W)) # torch's hook divides by W
+            fut = default_hooks.allreduce_hook(current_group(), bucket)
         else:
             fut = torch.futures.Future()
             slots,self.end = self._slots_of(t)
@@ -124,11 +126,15 @@ class PartSums:
     pending = () # See `Tree`
     def add(self, bucket):
         "Add them to a bucket of DDP"
+        if bucket.buffer().is_sparse: return self._add_sparse(bucket)
         for found in self.pending:
             pairs = [(g,found[p]) for p,g in zip(bucket.parameters(), bucket.gradients()) if p in found]
-            if not pairs: continue
-            if bucket.buffer().is_sparse: bucket.set_buffer(bucket.buffer()+pairs[0][1]) # a bucket of its own
-            else: foreach_add(*map(list, zip(*pairs)))
+            if pairs: foreach_add(*map(list, zip(*pairs)))
+
+    def _add_sparse(self, bucket): # of one parameter; it has no `gradients`
+        p, = bucket.parameters()
+        for found in self.pending:
+            if p in found: bucket.set_buffer(bucket.buffer()+found[p])
 
 def _plain(hook):
     def register(ddp, links, parts=None):
@@ -281,7 +287,9 @@ def average_grads(
     all stays without. Sync point"""
     loop = running.get()
     if loop is None: return sum_grads(params, 1/group_size())
-    if weighed: return sum_grads(params, loop.remaining_scale())
+    if weighed:
+        own = {*map(id, loop.params())} # these have been averaged
+        return sum_grads([p for p in params if id(p) not in own], loop.remaining_scale())
     if group_size()<2: return
     part = loop.part
     n = 0. if part.why else float(part.n or batch_rows(loop.learn))

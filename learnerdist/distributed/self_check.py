@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.collectives import gather_objects
 from ..core.compat import BatchNorm,Dropout,compiled_call,compiled_inside
 from ..core.compat import tree_leaves
-from ..core.env import group_rank,group_size
+from ..core.env import group_rank,group_size,waits
 from ..core.random import rng_state,same_streams,shared_rng,untouched
 from ..core.stacks import need
 from .comparison import reader
@@ -192,22 +192,25 @@ class SelfCheck:
         W = group_size()
         n = next(k for k in range(2, W+1) if W%k==0) # ranks compute each part equally often
         for training,make in product((False,True), (read_parts,cut_parts)):
-            try: return self._compare(*make(self.engine.learn, n), training=training)
+            try: return self._compare(*make(self.engine.learn, n), training=training, alike=make is read_parts)
             except Exception as e: log.debug('the self-check could not be computed: %r', e)
 
-    def _compare(self, every, *parts, training):
+    def _compare(self, every, *parts, training, alike): # alike: whether other ranks have the same samples
         learn = self.engine.learn
         n,m = every[-1],parts[0][-1]
+        n_waits = waits.n
         whole = computed(learn, *every, training)
+        # predictions for parts are other ones if they are drawn, or follow from samples of other ranks
+        is_other = whole.draws or not alike and waits.n>n_waits
         numbers,preds = {},[]
         for i in range(len(parts)):
             k = (i+group_rank())%len(parts) # all parts at a time over ranks, for a collective of the model
             pred = None
-            if whole.draws and whole.loss is not None: pred = cut(whole.pred, n, k*m, k*m+m)
+            if is_other and whole.loss is not None: pred = cut(whole.pred, n, k*m, k*m+m)
             own = computed(learn, *parts[k], training, pred)
             numbers[k] = own.numbers
             preds += zip(tree_leaves(whole.pred), tree_leaves(own.pred))
-        mixes = not whole.draws and any(far(a, b, n, m) for a,b in preds)
+        mixes = not is_other and any(far(a, b, n, m) for a,b in preds)
         kind = None
         if whole.loss is not None and not whole.loss_draws:
             kind = losses.follows(whole.numbers, [*numbers.values()], losses.tolerance(whole.loss))

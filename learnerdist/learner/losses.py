@@ -66,6 +66,7 @@ def _of_torch(name, opts):
     reduction = opts.get('reduction', 'mean')
     if reduction=='sum': return MeanOver('sum')
     if reduction=='batchmean' or name in _of_samples: return MeanOver('samples')
+    if name=='mse_loss' and opts.get('weight') is not None: return MeanOver('items', lambda *_: opts['weight'].sum())
     if name in _of_elements: return MeanOver('items', n_elements)
     own = dict(weight=opts.get('weight'), ignore_index=opts.get('ignore_index', -100))
     return MeanOver('items', partial(n_class_items, **own))
@@ -289,10 +290,21 @@ def n_items(learn, over=None):
     n = vars(learn).get('items')
     if n is None:
         count = (over or loss_over(learn)).count
-        if count is None: return counted_rows(learn.pred, learn.yb, batch_rows(learn))
-        n = count(learn.pred, *learn.yb)
+        if count is None: n = counted_rows(learn.pred, learn.yb, batch_rows(learn))
+        else: n = count(learn.pred, *learn.yb)
+        # a loss that has shown its items in other batches, and has none here
+        if count is None and loss_over(learn).kind=='items': n = n*(learn.loss!=0)
     if not isinstance(n, Tensor): return n
     return n.detach().to(wide_dtype(n.device))
+
+@torch.no_grad()
+def recorded_items(learn):
+    "As `n_items`, but next to nothing for a loss of 0 over no item: if nobody has one, 0 is recorded, and not 0/0"
+    n = n_items(learn)
+    if not isinstance(n, Tensor) and n: return n
+    loss = learn.loss.mean()
+    n = torch.as_tensor(n, dtype=wide_dtype(loss.device), device=loss.device)
+    return n.where((n!=0)|(loss!=0), torch.finfo(n.dtype).tiny)
 
 @torch.no_grad()
 def probe_loss(learn):

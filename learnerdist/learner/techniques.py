@@ -40,10 +40,9 @@ def meet_in_step(learn):
     pass waits for a vote of the others: here they cast it. Sync point then"""
     if has_parts(get_model(learn.model)): learn.runner.anyone(False)
 
-def scale_grads(opt, k):
-    """Multiply the gradients that parts or batches have added up. opt: the learner's optimizer; k: a number or a
-    tensor ()"""
-    grads = [p.grad for p in with_grad(opt)]
+def scale_grads(params, k):
+    "Multiply the gradients that parts or batches have added up. params: some may have none; k: a number or a tensor ()"
+    grads = [p.grad for p in params if p.grad is not None]
     if all(type(g) is torch.Tensor and g.layout==torch.strided for g in grads) and grads: foreach_mul(grads, k)
     else:
         for g in grads: g.mul_(k)
@@ -263,7 +262,10 @@ class GradientAccumulation(Callback):
         self.runner.loop.note_items(self.items)
         k = self.n_acc/(self.items+(self.items==0))
         is_one = not isinstance(k, torch.Tensor) and k==1
-        if not is_one: scale_grads(self.opt, k)
+        if is_one: return
+        # a callback may have an optimizer for some parameters of the model
+        params = {*get_model(self.model).parameters(),*chain(*groups_of(self.opt))}
+        scale_grads(params, k)
 
     def before_step(self):
         if not self.stepping: raise CancelBatchException
