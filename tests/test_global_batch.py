@@ -188,8 +188,8 @@ def test_a_part_that_is_cancelled_does_not_count(found, W):
 
 def test_errors(found):
     for bad in (r['bad'] for r in found(2)):
-        want = dict(few="global_bs=1", text="global_bs='256'", zero='max_bs=0', both='leave out one', gathers='global batch at once', static='static_graph',
-                    whole='global batch at once', ctx="or 'auto'")
+        want = dict(few="global_bs=1", text="global_bs='256'", zero='max_bs=0', both='leave out one', static='static_graph',
+                    gathers='global batch at once', whole='global batch at once', ctx="or 'auto'")
         for k,text in want.items(): assert bad[k].startswith('ValueError') and text in bad[k], (k, bad[k])
     assert '[batchnorm-parts]' in found(2)[0]['bad']['messages']
     own = DataLoader(range(6), batch_sampler=[[0,1,2],[3],[4,5]])
