@@ -275,7 +275,7 @@ class TrainingLoop(Loop):
     @property
     def repeated(self)->bool:
         "Whether the present part, or the last one, is not recorded"
-        return self.newest is not None and not self.newest.is_recorded
+        return self.newest is not None and self.newest.why not in (None,Why.dropped)
 
     # --- a step and its parts ---
 

@@ -127,10 +127,6 @@ class Part:
     def weight(self):
         "Its items that count in the gradient"
         return 0 if self.why else self.n
-    @property
-    def is_recorded(self)->bool:
-        "Whether its loss and its metrics are recorded, as one process would record them"
-        return self.why in (None,Why.dropped)
 
 # The `TrainingLoop` whose batch is computed; None in evaluation and outside of batches
 running = ContextVar('running', default=None)
