@@ -214,7 +214,7 @@ class EpochLosses:
         learn,loop = self.engine.learn,self.engine.loop
         has_loss = has_loss and not learn.repeated
         n = n_items(learn) if has_loss else 0
-        if has_loss and (isinstance(n, torch.Tensor) or not n): n = recorded_items(learn, n)
+        if has_loss and not (getattr(n, 'is_cpu', True) and n): n = recorded_items(learn, n)
         total = weighted(learn.loss.detach().mean(), n)
         # with has_loss, since a batch of which no item counts has the loss NaN
         self.parts.append((total,n,has_loss))

@@ -289,11 +289,12 @@ def n_items(learn, over=None):
     else of samples. A number, or a tensor (); of this rank's batch. `over`: what the loss counts, if that is known"""
     n = vars(learn).get('items')
     if n is None:
-        count = (over or loss_over(learn)).count
+        over = over or loss_over(learn)
+        count = over.count
         if count is None: n = counted_rows(learn.pred, learn.yb, batch_rows(learn))
         else: n = count(learn.pred, *learn.yb)
         # a loss that has shown its items in other batches, and has none here
-        if count is None and loss_over(learn).kind=='items': n = n*(learn.loss!=0)
+        if count is None and over.kind=='items': n = n*(learn.loss!=0)
     if not isinstance(n, Tensor): return n
     return n.detach().to(wide_dtype(n.device))
 

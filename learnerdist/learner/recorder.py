@@ -108,7 +108,7 @@ class Recorder(Callback):
         part = 0.,0,0
         if n:
             items = n_items(learn)
-            if isinstance(items, Tensor) or not items: items = recorded_items(learn, items)
+            if not (getattr(items, 'is_cpu', True) and items): items = recorded_items(learn, items)
             part = weighted(learn.loss, items),items,n
         self.parts.append(part)
         if loop.more_parts: return
