@@ -187,6 +187,15 @@ def test_an_unknown_host_is_said_at_once(tmp_path):
         proc.send_signal(signal.SIGTERM) # while it waits in C++
         assert proc.wait(20) == -signal.SIGTERM and 'Traceback' not in said.read()
 
+def test_labels_where_torch_has_no_option_for_them(tmp_path):
+    "As torch 2.6: several ranks could not start there"
+    args = get_parser().parse_args(['x.py'])
+    del args.log_line_prefix_template
+    out = watch.Job(args, [], None, tmp_path)._output(1, dict(RANK='1'), 'stdout', '', {})
+    os.close(out.writer)
+    out.close()
+    assert out.label == '[r1] '
+
 def test_a_port_that_another_program_has(tmp_path, monkeypatch):
     "It takes connections, and never answers: the launcher says so, and ends"
     monkeypatch.setattr(agent, 'unanswered_s', -.5)
