@@ -168,15 +168,6 @@ def test_the_label_stands_after_the_last_return(capsys):
     out.close()
     assert capsys.readouterr().out == '1%|# \r[r1] 2%|## \n1%|# \r[r1] done\n[r1] plain\n'
 
-def test_labels_where_torch_has_no_option_for_them(tmp_path):
-    "As torch 2.6: several ranks could not start there"
-    args = get_parser().parse_args(['x.py'])
-    del args.log_line_prefix_template
-    out = watch.Job(args, [], None, tmp_path)._output(1, dict(RANK='1'), 'stdout', '', {})
-    os.close(out.writer)
-    out.close()
-    assert out.label == '[r1] '
-
 def test_an_unknown_host_is_said_at_once(tmp_path):
     ours,theirs = os.pipe()
     proc = start('--nnodes', 2, '--rdzv-endpoint', 'no-such-host.invalid:29555', '--nproc', 1, write(tmp_path, ''), outs=[0,1,theirs])
