@@ -54,7 +54,11 @@ def row_keys(b:tuple)->list:
     n = find_bs(b)
     leaves = tree_leaves(as_samples(tuple(listed(b)), n), is_leaf=lambda o: isinstance(o, Samples))
     cols = [o for o in leaves if isinstance(o, Samples) or getattr(o, 'shape', ())[:1]==(n,)]
-    return [sample_hash([_key(o[i]) for o in cols]) for i in range(n)]
+    keys = []
+    for i in range(n):
+        row = [_key(o[i]) for o in cols]
+        keys.append(sample_hash(row))
+    return keys
 
 def _key(o): return tensor_hash(o).item() if isinstance(o, Tensor) else o
 
@@ -74,7 +78,8 @@ def trained(learn)->dict:
     params = dict(get_model(learn.model).named_parameters())
     if isinstance(learn.loss_func, nn.Module): params |= learn.loss_func.named_parameters(prefix='loss_func')
     known = {*map(id, params.values())}
-    others = [p for g in learn.opt.param_groups for p in g['params'] if id(p) not in known]
+    others = []
+    for g in learn.opt.param_groups: others += [p for p in g['params'] if id(p) not in known]
     return params | {f'opt[{i}]': p for i,p in enumerate(others)}
 
 def kept(learn)->dict:

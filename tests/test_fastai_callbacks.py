@@ -12,7 +12,7 @@ from fastai.callback.all import (ActivationStats, ChannelsLast, CollectDataCallb
                                  ShortEpochCallback, ShowGraphCallback, TerminateOnNaNCallback)
 import fastai.callback.fp16 # noqa: F401
 from torch import nn
-from test_fastai import F64, accuracy, asking, close, ctx, data, floats, history, make, on_1_and_2, per_rank, same, state
+from test_fastai import F64, asking, close, ctx, data, floats, history, make, on_1_and_2, per_rank, same, state
 from learnerdist.core.env import current_group, group_rank, group_size
 from learnerdist.fastai import *
 from fastai_lines import shows

@@ -159,7 +159,9 @@ def cut_parts(learn, n:int)->list:
     rows = losses.batch_rows(learn)
     size = min(rows//n, 2)
     need(size, 'the batch is too small to be cut')
-    return [(*cut(b, rows, i, j), j-i) for i,j in [(0,n*size),*[(k*size,k*size+size) for k in range(n)]]]
+    spans = [(0,n*size)]
+    for k in range(n): spans.append((k*size,k*size+size))
+    return [(*cut(b, rows, i, j), j-i) for i,j in spans]
 
 class Verdict(NamedTuple):
     "What a rank has found"
