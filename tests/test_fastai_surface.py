@@ -208,7 +208,8 @@ def flags(W, rank, path):
 @on_1_and_2
 def test_flags(Ws, found):
     want, = found(flags, 0)
-    assert want[1]==({torch.bfloat16},{torch.float32}) and [*want[2][0]]==['epoch','train_loss','valid_loss'] and want[3] and len(want[4].splitlines())==3
+    assert want[1]==({torch.bfloat16},{torch.float32}) and [*want[2][0]]==['epoch','train_loss','valid_loss']
+    assert want[3] and len(want[4].splitlines())==3
     for W,rank,got in [(w,*o) for w in Ws for o in enumerate(found(flags, w))]:
         close(got[0], want[0], 2e-2) # bfloat16 sums of half batches
         assert got[1]==want[1] and got[6]==want[6] and got[7]=='Learner'
