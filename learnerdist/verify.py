@@ -54,13 +54,10 @@ def row_keys(b:tuple)->list:
     n = find_bs(b)
     leaves = tree_leaves(as_samples(tuple(listed(b)), n), is_leaf=lambda o: isinstance(o, Samples))
     cols = [o for o in leaves if isinstance(o, Samples) or getattr(o, 'shape', ())[:1]==(n,)]
-    keys = []
-    for i in range(n):
-        row = [_key(o[i]) for o in cols]
-        keys.append(sample_hash(row))
-    return keys
+    return [_row_key(cols, i) for i in range(n)]
 
-def _key(o): return tensor_hash(o).item() if isinstance(o, Tensor) else o
+def _row_key(cols, i):
+    return sample_hash([tensor_hash(o[i]).item() if isinstance(o, Tensor) else o[i] for o in cols])
 
 # %% ../nbs/02_verify.ipynb #e8efa7a8
 def is_steady(dl)->bool:

@@ -58,7 +58,7 @@ def digest(state)->tuple:
     "Hashes of the tensors and texts of the other values of a nested `state`, to compare states"
     return tuple(hashes(tree_leaves(state)))
 
-def unsynced(model)->list:
+def local_norms(model)->list:
     "BatchNorm layers of which each rank has its own statistics"
     return [m for m in model.modules() if isinstance(m, BatchNorm) and not isinstance(m, Synced)]
 
@@ -266,7 +266,7 @@ def tensors_beside(learn, batchnorm=True)->dict:
     res = {}
     seen = {*map(id, (*model.parameters(),*model.buffers()))}
     for k,o in modules_beside(learn).items():
-        for name,t in compared(o, () if batchnorm else unsynced(o)).items():
+        for name,t in compared(o, () if batchnorm else local_norms(o)).items():
             if id(t) not in seen and not t.is_meta: res[f'{k}.{name}'] = t
     return res
 
@@ -295,7 +295,7 @@ def drawn_alone(dl)->str:
 def compare_weights(learn, n_steps:int, findings, gather=gather_same):
     """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report an order that differs,
     buffers and tensors of other modules. Sync point"""
-    own,named = unsynced(learn.model),{} # own: which a copy of the model has, too
+    own,named = local_norms(learn.model),{} # own: which a copy of the model has, too
     order = order_of(learn.dl)
     if findings.mode: named = tensors_beside(learn, not own)
     samples = few_samples(learn.runner.loaders.sources, 2) if findings.mode else {}
