@@ -20,7 +20,7 @@ from .core.shards import a_part,shard_position
 from .core.stacks import need
 from .data.loaders import data_len
 from .distributed.engine import context_callbacks
-from .distributed.replica import comm_hooks,find_hook
+from .distributed.replica import find_hook
 from .launch.cli import run_target
 from .learner.callback import Callback,Order
 from .learner.finder import finder_skips
@@ -66,18 +66,12 @@ class Traffic(TorchDispatchMode):
 _kinds = 'all-reduce','all-gather','reduce-scatter'
 
 # %% ../nbs/03_plan.ipynb #pln10
-def counted_hook(made):
-    "A hook that sends what the script's (by `find_hook`) would send. ValueError if that is not known"
-    known = {find_hook(None): None} | {comm_hooks[k]: o for k,o in _sent.items()}
-    need(made in known, f"comm_hook: a plan knows the bytes of None, {', '.join(_sent)} only")
-    def hook(group, bucket):
-        t,res = bucket.buffer(),torch.futures.Future()
-        dist.all_reduce(t if known[made] is None else t.to(known[made]), group=group)
-        res.set_result(t)
-        return res
-    return find_hook(hook)
-
-_sent = dict(shm=None, allreduce=None, fp16=torch.float16, bf16=torch.bfloat16)
+def sent_whole(group, bucket):
+    "A communication hook that sends a bucket as it is"
+    res = torch.futures.Future()
+    dist.all_reduce(bucket.buffer(), group=group)
+    res.set_result(bucket.buffer())
+    return res
 
 # %% ../nbs/03_plan.ipynb #pln11
 class Planned(BaseException): "Raised to end the script, with the `Plan`"
@@ -89,7 +83,7 @@ class Planner(Callback):
     def __init__(self, engine):
         self.steps = 0
         engine.findings.mode = False # the self-check would evaluate samples of all ranks
-        engine.opts.comm_hook = counted_hook(engine.opts.comm_hook)
+        engine.opts.comm_hook = find_hook(sent_whole)
 
     def before_fit(self):
         # in the fake group nothing is gathered when the context ends

@@ -54,9 +54,10 @@ def row_keys(b:tuple)->list:
     n = find_bs(b)
     leaves = tree_leaves(as_samples(tuple(listed(b)), n), is_leaf=lambda o: isinstance(o, Samples))
     cols = [o for o in leaves if isinstance(o, Samples) or getattr(o, 'shape', ())[:1]==(n,)]
-    return [sample_hash([_key(o[i]) for o in cols]) for i in range(n)]
+    return [_row_key(cols, i) for i in range(n)]
 
-def _key(o): return tensor_hash(o).item() if isinstance(o, Tensor) else o
+def _row_key(cols, i):
+    return sample_hash([tensor_hash(o[i]).item() if isinstance(o, Tensor) else o[i] for o in cols])
 
 # %% ../nbs/02_verify.ipynb #e8efa7a8
 def is_steady(dl)->bool:
@@ -74,7 +75,8 @@ def trained(learn)->dict:
     params = dict(get_model(learn.model).named_parameters())
     if isinstance(learn.loss_func, nn.Module): params |= learn.loss_func.named_parameters(prefix='loss_func')
     known = {*map(id, params.values())}
-    others = [p for g in learn.opt.param_groups for p in g['params'] if id(p) not in known]
+    others = []
+    for g in learn.opt.param_groups: others += [p for p in g['params'] if id(p) not in known]
     return params | {f'opt[{i}]': p for i,p in enumerate(others)}
 
 def kept(learn)->dict:

@@ -196,9 +196,10 @@ def in_ctx(learn): return learn.distrib_ctx(seed=1)
 def rank_answers(W):
     "All that is asked of `W` ranks"
     with process_group():
-        if W==3: return {k: caught(f, in_ctx) for k,f in {**cases,**random_cases}.items()} # the next ones go on
-        return dict(parts=parts(), splits=[split(o) for o in ('plain','shuffled','own')],
-                    within=[within(o) for o in (True,False)], others=others(in_ctx), sums=sums(2))
+        res = {k: caught(f, in_ctx) for k,f in {**cases,**random_cases}.items()} # the next ones go on
+        if W==3: return res
+        return res|dict(parts=parts(), splits=[split(o) for o in ('plain','shuffled','own')],
+                        within=[within(o) for o in (True,False)], others=others(in_ctx), sums=sums(2))
 
 class NeedsInput(BatchMeans):
     "Reads inputs, and does not ask for them"
@@ -313,12 +314,13 @@ def test_kinds_of_metrics_by_hand():
         <lambda> hits hits f1 f1_score cm auc n pair multiclassaccuracy multiclassf1score multiclassauroc
         multiclassconfusionmatrix multiclasscohenkappa acc prec'''.split()
 
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize('name', [*cases,*random_cases])
-def test_case(name):
+def test_case(name, W):
     func = {**cases,**random_cases}[name]
     expect = func(in_ctx if name in random_cases else lambda learn: contextlib.nullcontext())
     close(func(in_ctx), expect, 1e-6)
-    for got in on_ranks(3): close(got[name], expect, 1e-6)
+    for got in on_ranks(W): close(got[name], expect, 1e-6)
 
 class OwnSampler:
     "A sampler of the user's that splits: the first half is for rank 0"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 from helpers import Of
-from test_fastai import CrossEntropy, accuracy, asking, ctx, data, floats, history, items, on_1_and_2, per_rank, plain, same
+from test_fastai import CrossEntropy, accuracy, asking, ctx, data, history, items, on_1_and_2, per_rank, plain, same
 from learnerdist.core.collectives import gather_rows
 from learnerdist.fastai import *
 from learnerdist.fastai.loaders import ShareDL
@@ -71,13 +71,17 @@ def test_a_users_own_order():
 
 # --- learners ---------------------------------------------------------------------------------------------------------------
 
-def learn_on(dls, W, **kw):
+def learn_on(dls, W, preds=('all',)):
+    "A fit, and what is predicted: all that fastai's loaders can give; for the validation loader as it is; nothing"
     torch.manual_seed(7)
     learn = Learner(dls, plain(), CrossEntropy(), opt_func=SGD, lr=.1, metrics=[accuracy])
     with ctx(learn, W):
         learn.fit(2)
-        res = history(learn),learn.get_preds(with_input=True, with_loss=True, with_decoded=True, **kw),floats(learn.validate())
-        return [*res, float(learn.get_preds(ds_idx=0)[1].sum())]
+        res = [history(learn)]
+        if 'all' in preds: res += learn.get_preds(with_input=True, with_loss=True, with_decoded=True)
+        if 'all' in preds: res.append(float(learn.get_preds(ds_idx=0)[1].sum()))
+        if 'as it is' in preds: res += learn.get_preds(dl=learn.dls.valid, reorder=False)
+        return res
 
 def x_of(i): return data(200)[0][i]
 def y_of(i): return data(200)[1][i]
@@ -107,11 +111,7 @@ def mixed(W):
     x,y = data(79)
     parts = [list(zip(x[:,:3], y)), list(zip(x[:,3:], y))]
     mk = lambda s: MixedDL(*[TfmdDL(p[s], bs=per_rank(12, W), shuffle=s.start is None, num_workers=0) for p in parts])
-    torch.manual_seed(7)
-    learn = Learner(DataLoaders(mk(slice(48)), mk(slice(48, 79))), plain(), CrossEntropy(), opt_func=SGD, lr=.1, metrics=[accuracy])
-    with ctx(learn, W):
-        learn.fit(2)
-        return history(learn),floats(learn.validate())
+    return learn_on(DataLoaders(mk(slice(48)), mk(slice(48, 79))), W, ())
 
 def of_loaders(W, rank, path):
     torch.set_default_dtype(F64)
@@ -119,24 +119,18 @@ def of_loaders(W, rank, path):
     block = DataBlock(get_x=x_of, get_y=y_of, splitter=lambda o: [range(48), range(48, 80)], item_tfms=Twice)
     kw = dict(bs=bs, num_workers=0, device='cpu')
     inside = dsets.dataloaders(after_batch=[Twice()], **kw)
+    def as_it_is(*dls): return learn_on(DataLoaders(*dls), W, ('as it is',))
     return {
         '`Datasets.dataloaders`, `TfmdDL`, with batch transforms': learn_on(inside, W),
-        '`TfmdDL` with workers': learn_on(dsets.dataloaders(**{**kw, 'num_workers': 2}), W),
+        '`TfmdDL` with workers': learn_on(dsets.dataloaders(**kw|dict(num_workers=1)), W, ()),
         '`DataBlock`, with item transforms': learn_on(block.dataloaders(range(80), **kw), W),
         '`WeightedDL` (`weighted_dataloaders`)': learn_on(dsets.weighted_dataloaders(np.arange(48)+1., **kw), W),
         '`PartialDL` (`partial_dataloaders`)': learn_on(dsets.partial_dataloaders(32, **kw), W),
-        "torch's `DataLoader` in `DataLoaders`": torch_like(DataLoaders(*[TorchLoader(items(n), bs, shuffle=n==48) for n in (48, 31)]), W),
-        'an iterable data set': torch_like(DataLoaders(DataLoader(Stream(48), bs=bs, n=48), DataLoader(Stream(31), bs=bs, n=31)), W),
-        "an iterable data set in torch's `DataLoader`": torch_like(DataLoaders(*[TorchLoader(Stream(n), bs) for n in (48, 31)]), W),
+        "torch's `DataLoader` in `DataLoaders`": as_it_is(*[TorchLoader(items(n), bs, shuffle=n==48) for n in (48, 31)]),
+        'an iterable data set': as_it_is(*[DataLoader(Stream(n), bs=bs, n=n) for n in (48, 31)]),
+        "an iterable data set in torch's `DataLoader`": as_it_is(*[TorchLoader(Stream(n), bs) for n in (48, 31)]),
         "a mixed loader of one's own (fastai 2.8 has no `MixedDL`), registered in one line": mixed(W),
         '`one_batch`, `test_dl`, `show_batch`, `len` inside the context': looks(inside, W)}
-
-def torch_like(dls, W):
-    torch.manual_seed(7)
-    learn = Learner(dls, plain(), CrossEntropy(), opt_func=SGD, lr=.1, metrics=[accuracy])
-    with ctx(learn, W):
-        learn.fit(2)
-        return history(learn),learn.get_preds(dl=learn.dls.valid, reorder=False),floats(learn.validate())
 
 def looks(dls, W):
     "What a script may ask of the loaders; a batch is this rank's"

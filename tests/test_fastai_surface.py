@@ -184,9 +184,10 @@ class Full(nn.Module):
         return self.lin(x)
 
 class Types(Callback):
-    order = 5
-    def before_fit(self): self.seen = set()
-    def after_pred(self): self.seen.add(self.pred.dtype)
+    "What the layers compute in"
+    def before_fit(self):
+        self.seen = set()
+        self.learn.model[0].register_forward_hook(lambda m, x, out: self.seen.add(out.dtype))
 
 def flags(W, rank, path):
     folder = path/f'flags/{W}/{rank}'
@@ -194,7 +195,7 @@ def flags(W, rank, path):
     learn,types,rows = make(dtype=torch.float32, metrics=[], path=folder),Types(),Rows()
     with learn.no_bar(), learn.no_logging():
         learn.fit(2, amp='bf16', ddp=dict(seed=3, split_batches=True), cbs=[types,rows,CSVLogger()])
-        trained,n = state(learn),len(learn.cbs)
+        trained,n,in_amp = state(learn),len(learn.cbs),types.seen
         learn.fit(1, amp=False, ddp=None, cbs=types)
         with pytest.raises(ValueError, match='leave out one'): learn.to_bf16().fit(1, amp=True)
         broken = make(dtype=torch.float32, metrics=[], model=lambda: Full(rank in (0, W-1)))
@@ -202,30 +203,20 @@ def flags(W, rank, path):
         except Exception as e: err = str(e)
     csv = folder/'history.csv'
     text,closed = csv.exists() and csv.read_text(),getattr(rows, 'closed', False)
-    return trained,types.seen,getattr(rows, 'rows', None),closed,text,err,n,type(learn).__name__
+    return trained,(in_amp,types.seen),getattr(rows, 'rows', None),closed,text,err,n,type(learn).__name__
 
 @on_1_and_2
 def test_flags(Ws, found):
     want, = found(flags, 0)
-    assert want[1]=={torch.float32} and [*want[2][0]]==['epoch','train_loss','valid_loss'] and want[3] and len(want[4].splitlines())==3
+    assert want[1]==({torch.bfloat16},{torch.float32}) and [*want[2][0]]==['epoch','train_loss','valid_loss']
+    assert want[3] and len(want[4].splitlines())==3
     for W,rank,got in [(w,*o) for w in Ws for o in enumerate(found(flags, w))]:
         close(got[0], want[0], 2e-2) # bfloat16 sums of half batches
-        assert got[1]=={torch.float32} and got[6]==want[6] and got[7]=='Learner'
+        assert got[1]==want[1] and got[6]==want[6] and got[7]=='Learner'
         assert (got[2] is not None, got[3], bool(got[4]))==(rank==0,)*3
         if rank==0: close(got[2], want[2], 2e-2)
         assert 'with a batch of 24 samples' in got[5] and (W==1 or 'Take a smaller batch size' in got[5])
     assert 'with a batch of 24 samples. Take' in want[5]
-
-class Bf16(Callback):
-    "What the layers compute in"
-    def before_fit(self):
-        self.seen = set()
-        self.learn.model[0].register_forward_hook(lambda m, x, out: self.seen.add(out.dtype))
-
-def test_amp_is_on():
-    learn,seen = make(dtype=torch.float32, metrics=[]),Bf16()
-    with learn.no_bar(), learn.no_logging(): learn.fit(1, amp=True, cbs=seen)
-    assert seen.seen=={torch.bfloat16}
 
 def generator(): return nn.Sequential(nn.Linear(8, 12), nn.Unflatten(1, (3,2,2)))
 def critic(): return nn.Sequential(nn.Flatten(), nn.Linear(12, 1), nn.Flatten(0))

@@ -161,20 +161,10 @@ STREAMS = {
     'chain': (lambda n: ChainDataset([Whole(n//2), Nested(range(n//2, n))]), None),
 }
 
-@pytest.mark.parametrize('kind', STREAMS)
-@pytest.mark.parametrize('W', [1, 3])
-def test_streams_in_this_process(kind, W):
-    make,init = STREAMS[kind]
-    for n in (0, 1, 5, 6):
-        for bs,drop_last in ((1, False), (2, True), (2, False), (None, False)):
-            dl = DataLoader(make(n), bs, drop_last=drop_last, worker_init_fn=init)
-            whole = read(ranks(dl, W, 1, pad=False))
-            got = read(ranks(dl, W, 1))
-            if bs is None: whole,got = [[[o] for o in p] for p in whole],[[[o] for o in p] for p in got]
-            assert len({len(o) for o in got})==1 and len({len(o) for o in rows(got)})==1
-            if drop_last: continue
-            assert sorted(flat(whole))==list(range(n)) and set(flat(got))==set(range(n))
-            if 'shuffled' not in kind and kind!='init seed': assert undeal(rows(whole))==list(range(n))
+def test_streams_in_this_process():
+    "Without batches, and one after the other. tests/test_dealing.py shows lengths, padding and what is left out"
+    assert read(ranks(DataLoader(Whole(5), None), 2, 1))==[[0,2,4], [1,3,0]]
+    assert read(ranks(DataLoader(STREAMS['chain'][0](5), 2), 2, 1, pad=False))==[[[0,2],[4]], [[1,3]]]
 
 @pytest.mark.parametrize('kind,n,W,pad', [(k, 11, 2, False) for k in STREAMS if k not in ('whole, shuffled','own, shuffled')] + [
     ('whole, shuffled', 11, 3, True), ('own, shuffled', 11, 3, True), ('init range', 5, 2, True), ('own', 1, 2, True),

@@ -113,10 +113,9 @@ def test_what_does_not_divide():
     assert 'of 600, the last step has 600' in str(many) and many.steps==1
     dial = plan(lambda: fit(make(), global_bs=28, max_bs=2), 7)
     assert (dial.samples,dial.batches,dial.steps)==(4, 1, -(-600//28))
-    with pytest.raises(ValueError, match='knows the bytes of None, shm'): plan(lambda: fit(make(), comm_hook='powersgd'), 2)
     with pytest.raises(ValueError, match='nothing to plan'): plan(lambda: make().fit(1), 2)
-    half,full = [plan(partial(fit, make(), comm_hook=o), 2).n_bytes['all-reduce'] for o in ('bf16',None)]
-    assert half<.6*full
+    whole,plain = [plan(partial(fit, make(), comm_hook=o), 2).n_bytes['all-reduce'] for o in ('powersgd',None)]
+    assert whole==plain
 
 script = """
 import sys

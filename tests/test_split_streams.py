@@ -6,10 +6,10 @@ from itertools import chain, islice
 import pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate, get_worker_info
+from harness import asking
 from helpers import OneFloat
 from learnerdist.all import Callback, DataLoaders, Learner, gather_objects, num_distrib, rank_distrib
 from learnerdist.data.distributed_dl import reindexed
-from learnerdist.testing import run_ranks
 
 N = 22
 
@@ -58,18 +58,20 @@ def fit(dl, n=1, cbs=(), ctx=True):
 def bs(): return 4//max(num_distrib(), 1) if max(num_distrib(), 1)!=3 else 2
 def data(): return TensorDataset(*map(torch.stack, zip(*map(row, range(N)))))
 
-def streams():
+on_2_and_3 = pytest.mark.parametrize('W', [2,pytest.param(3, marks=pytest.mark.long)])
+
+def streams(*_):
     "By kind and number of workers"
     n = dict(zip((None,'by worker','by rank'), (N,N,36))) # a stream that splits itself has to have as many batches on each rank
-    return {(how,w): fit(DataLoader(Stream(how, n[how]), bs(), num_workers=w)) for how in n for w in (0,2,3)}
+    return {(how,w): fit(DataLoader(Stream(how, n[how]), bs(), num_workers=w)) for how in n for w in (0,2)}
 
-def others():
+def others(*_):
     return dict(once=fit(DataLoader(Once(), bs())), slices=fit(Slices(data(), bs())),
                 few=fit(DataLoader(Stream(None, 10), 1, num_workers=2)))
 
-@pytest.mark.parametrize('W', [2,pytest.param(3, marks=pytest.mark.long)])
-def test_each_sample_of_a_stream_counts_once(W):
-    one,ranks = run_ranks(streams, 1)[0],run_ranks(streams, W, timeout_s=200)
+@on_2_and_3
+def test_each_sample_of_a_stream_counts_once(W, found):
+    (one,),ranks = found(streams, 1),found(streams, W)
     for k in one:
         for r,got in enumerate(ranks):
             how,workers = k
@@ -80,10 +82,10 @@ def test_each_sample_of_a_stream_counts_once(W):
             assert len([o for o in got[k][2] if 'repeat' in o])==(times>1 and r==0)
             if W==2 and k==(None,0): torch.testing.assert_close(got[k][0], one[k][0], rtol=0, atol=1e-12)
 
-@pytest.mark.parametrize('W', [2,pytest.param(3, marks=pytest.mark.long)])
-def test_loaders_that_read_in_their_own_way(W):
-    one = run_ranks(others, 1)[0]
-    for got in run_ranks(others, W):
+@on_2_and_3
+def test_loaders_that_read_in_their_own_way(W, found):
+    one, = found(others, 1)
+    for got in found(others, W):
         for k in ('once','slices'):
             assert got[k][1]==[*range(N)]
             if W==2: torch.testing.assert_close(got[k][0], one[k][0], rtol=0, atol=1e-12)
@@ -101,15 +103,16 @@ def evaluated(how, workers):
 
 def data_loader(): return DataLoader(data(), 2)
 
-def all_evaluated(workers): return {(how,w): evaluated(how, w) for how in (None,'by rank') for w in workers}
+def all_evaluated(W, *_):
+    return {o: evaluated(*o) for o in [(None,0),('by rank',0),*[('by rank',2)]*(W==2)]}
 
-@pytest.mark.parametrize('W,workers', [(2,(0,2)),(3,(0,))])
-def test_evaluation_of_a_stream_that_splits_itself(W, workers):
-    one, = run_ranks(all_evaluated, 1, (0,))
-    for r,got in enumerate(run_ranks(all_evaluated, W, workers)):
+@on_2_and_3
+def test_evaluation_of_a_stream_that_splits_itself(W, found):
+    one, = found(all_evaluated, 1)
+    for r,got in enumerate(found(all_evaluated, W)):
         for (how,w),(loss,targs,found) in got.items():
             alone = one[how,0]
-            if how or not w: assert targs==alone[1]==[*range(N)] and loss==pytest.approx(alone[0]), how
+            assert targs==alone[1]==[*range(N)] and loss==pytest.approx(alone[0]), (how,w)
             assert found==(how is not None and r==0)
 
 class Halves(DataLoader):
@@ -140,7 +143,7 @@ LIARS = dict(deaf=(lambda: Deaf(data(), 2), 'rank . has seen 11 batches of a Dea
     split=(lambda: sampler(4), 'a sampler deals rank 0 of 4 its samples, and rank 0 of 2 reads them'),
     rank=(lambda: sampler(2), 'a sampler deals rank 0 of 2 its samples, and rank 1 of 2 reads them'))
 
-def wrong():
+def wrong(*_):
     "The error of each liar, on this rank"
     reindexed.register(Ignores, whole)
     res = {}
@@ -149,9 +152,9 @@ def wrong():
         except Exception as e: res[k] = f'{e} {e.__cause__}'
     return res
 
-def test_a_wrong_count_is_an_error():
-    assert run_ranks(wrong, 1)==[{}]
-    ranks = run_ranks(wrong, 2, timeout_s=200)
+def test_a_wrong_count_is_an_error(found):
+    assert found(wrong, 1)==[{}]
+    ranks = found(wrong, 2)
     for k,(_,match) in LIARS.items(): assert any(re.search(match, o.get(k, '')) for o in ranks), k
 
 # --- samplers of the user's: their length is an estimate, or they look at the training ------------------------------------------
@@ -180,15 +183,15 @@ class Guessed:
 
 def of_samples(length, workers): return fit(DataLoader(data(), 12//max(num_distrib(), 1), sampler=Guessed(length), num_workers=workers), 2)
 
-def estimates(W):
+def estimates(W, *_):
     "By the length that is given; there are 7 batches of tokens and 22 samples. One process joins the batches of `W` ranks"
     joined = W if num_distrib()<2 else 1
-    tokens = {('tokens',o): fit(DataLoader(data(), batch_sampler=Tokens(o, joined)), 2) for o in (1,4,7,20)}
-    return tokens | {('samples',*o): of_samples(*o) for o in ((5,0),(7,1),(20,0),(100,1))}
+    tokens = {('tokens',o): fit(DataLoader(data(), batch_sampler=Tokens(o, joined)), 2) for o in (1,7,20)}
+    return tokens | {('samples',*o): of_samples(*o) for o in ((5,0),(7,1),(100,0))}
 
-@pytest.mark.parametrize('W', [pytest.param(2, marks=pytest.mark.long),3])
-def test_lengths_that_are_estimates(W):
-    (one,),ranks = run_ranks(estimates, 1, W),run_ranks(estimates, W, W)
+@on_2_and_3
+def test_lengths_that_are_estimates(W, found):
+    one,ranks = estimates(W),found(estimates, W)
     for k,(weights,places,_) in one.items():
         assert places==sorted(2*[*range(N)]), k
         for r in ranks: assert r[k][1]==places and (r[k][0]-weights).abs().max()<1e-9, k
@@ -203,14 +206,14 @@ class Widen(Callback):
     def __init__(self, sampler): self.sampler = sampler
     def after_step(self): self.sampler.k = min(N, 6+2*self.learn.train_iter)
 
-def of_widening(ctx=True):
+def widening(*_, ctx=True):
     sampler = Widening()
     return fit(DataLoader(data(), 12//max(num_distrib(), 1), sampler=sampler), 2, [Widen(sampler)], ctx)
 
-@pytest.mark.parametrize('W', [1,3])
-def test_a_sampler_that_looks_at_the_training(W):
-    weights,places,_ = of_widening(False)
-    for w,seen,_ in run_ranks(of_widening, W): assert seen==places and (w-weights).abs().max()<1e-9
+@pytest.mark.parametrize('W', [1,2])
+def test_a_sampler_that_looks_at_the_training(W, found):
+    weights,places,_ = widening(ctx=False)
+    for w,seen,_ in found(widening, W): assert seen==places and (w-weights).abs().max()<1e-9
 
 # --- fastai's -----------------------------------------------------------------------------------------------------------------
 
@@ -234,13 +237,14 @@ def fit_sliced(shuffle):
         preds,targs = learn.get_preds()
     return net.weight.detach(),(targs*N).round().int().flatten().tolist(),loss
 
-@pytest.mark.parametrize('shuffle', [False,True])
+def sliced(*_): return [fit_sliced(o) for o in (False,True)]
+
 @pytest.mark.parametrize('W', [2,pytest.param(4, marks=pytest.mark.long)])
-def test_fastai_loaders_that_slice(W, shuffle):
-    one,= run_ranks(fit_sliced, 1, shuffle)
-    for weights,targs,loss in run_ranks(fit_sliced, W, shuffle):
-        torch.testing.assert_close(weights, one[0], rtol=0, atol=1e-9)
-        assert targs==one[1]==[*range(N)] and loss==pytest.approx(one[2])
+def test_fastai_loaders_that_slice(W, found):
+    for got in found(sliced, W):
+        for (weights,targs,loss),one in zip(got, found(sliced, 1)[0]):
+            torch.testing.assert_close(weights, one[0], rtol=0, atol=1e-9)
+            assert targs==one[1]==[*range(N)] and loss==pytest.approx(one[2])
 
 def of_lists(kind):
     "Weights after a fit on a list of batches, which rank 0 alone has used before the context; and the batches of this rank"
@@ -266,11 +270,13 @@ def torch_sgd(ps, lr):
     from fastai.optimizer import SGD
     return SGD(ps, lr)
 
-def lists(): return {k: of_lists(k) for k in ('ours','fastai')}
+def lists(*_): return {k: of_lists(k) for k in ('ours','fastai')}
 
-def test_lists_of_batches_and_a_rank_that_has_validated_alone():
-    one,= run_ranks(lists, 1)
-    for got in run_ranks(lists, 2):
+found = asking(alone=(streams, others, all_evaluated, estimates, widening, sliced, lists, wrong))
+
+def test_lists_of_batches_and_a_rank_that_has_validated_alone(found):
+    one, = found(lists, 1)
+    for got in found(lists, 2):
         for k in one:
             torch.testing.assert_close(got[k][0], one[k][0], rtol=0, atol=1e-9)
             assert got[k][1]==pytest.approx(one[k][1]) and got[k][2]==one[k][2]==N//2, k

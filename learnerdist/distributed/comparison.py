@@ -58,7 +58,7 @@ def digest(state)->tuple:
     "Hashes of the tensors and texts of the other values of a nested `state`, to compare states"
     return tuple(hashes(tree_leaves(state)))
 
-def unsynced(model)->list:
+def local_norms(model)->list:
     "BatchNorm layers of which each rank has its own statistics"
     return [m for m in model.modules() if isinstance(m, BatchNorm) and not isinstance(m, Synced)]
 
@@ -204,16 +204,9 @@ def settings(learn, shares:list)->dict:
     return res
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp02b
-def need_equal(every:list, cbs=()):
-    """Raise ValueError unless all ranks have the same. every: values by name, of each rank; cbs: names of callbacks of
-    each rank, of which one may have more than others, such as one that logs"""
+def need_equal(every:list):
+    "Raise ValueError unless all ranks have the same. every: values by name, of each rank"
     found = unequal(every, 'none')
-    most = max(cbs, key=len, default=())
-    for own in cbs:
-        rest = iter(most)
-        if all(o in rest for o in own): continue
-        shared = set.intersection(*map(set, cbs))
-        found['callbacks'] = [', '.join([k for k in o if k not in shared] or o) for o in cbs]
     what = f'the ranks train differently: {describe_unequal(found)}'
     text = f'{what}. Give all the same; what is drawn, as by the sampler of a sweep, needs a seed'
     if found: raise ValueError(coded('different-settings', text))
@@ -232,9 +225,8 @@ def same_model(learn, gather=gather_same)->tuple:
     return tuple(len({*o})==1 for o in others)
 
 def same_fit(learn, shares:list, gather=gather_same):
-    "Raise ValueError if the ranks begin different fits: models, callbacks or settings differ. Sync point: one exchange"
-    cbs = [type(cb).__name__ for cb in learn.cbs]
-    need_equal(*zip(*gather((structure(learn)|settings(learn, shares),cbs))))
+    "Raise ValueError if the ranks begin different fits: models or settings differ. Sync point: one exchange"
+    need_equal(gather(structure(learn)|settings(learn, shares)))
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmo02
 def shown(o)->str:
@@ -274,7 +266,7 @@ def tensors_beside(learn, batchnorm=True)->dict:
     res = {}
     seen = {*map(id, (*model.parameters(),*model.buffers()))}
     for k,o in modules_beside(learn).items():
-        for name,t in compared(o, () if batchnorm else unsynced(o)).items():
+        for name,t in compared(o, () if batchnorm else local_norms(o)).items():
             if id(t) not in seen and not t.is_meta: res[f'{k}.{name}'] = t
     return res
 
@@ -303,7 +295,7 @@ def drawn_alone(dl)->str:
 def compare_weights(learn, n_steps:int, findings, gather=gather_same):
     """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report an order that differs,
     buffers and tensors of other modules. Sync point"""
-    own,named = unsynced(learn.model),{} # own: which a copy of the model has, too
+    own,named = local_norms(learn.model),{} # own: which a copy of the model has, too
     order = order_of(learn.dl)
     if findings.mode: named = tensors_beside(learn, not own)
     samples = few_samples(learn.runner.loaders.sources, 2) if findings.mode else {}

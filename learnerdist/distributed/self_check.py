@@ -86,7 +86,7 @@ def _quiet(model, training):
 def _is_torchs(f): return (getattr(f, '__module__', None) or type(f).__module__).startswith('torch.')
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc09
-class Outcome(NamedTuple):
+class Computed(NamedTuple):
     "What the model and the loss make of some samples"
     pred:object
     loss:object # With its graph; None: it was not computed
@@ -95,7 +95,7 @@ class Outcome(NamedTuple):
     loss_draws:bool
     says:bool # Whether the loss returned a sum and a count
 
-def computed(learn, xb, yb, n, training=False, pred=None)->Outcome:
+def computed(learn, xb, yb, n, training=False, pred=None)->Computed:
     """What model and loss make of a batch of `n` samples, on copies, without a backward pass or a hook: in evaluation
     where that is possible, since some models compute their loss in `training` only. `pred`: the prediction, if it is
     known. Buffers and random streams stay"""
@@ -117,7 +117,7 @@ def computed(learn, xb, yb, n, training=False, pred=None)->Outcome:
         elif loss is not None: items = trace.items(loss) if over.count is None else over.count(pred, *yb)
     value = None if loss is None else float(loss.detach().cpu().double().mean())
     numbers = value,None if items is None else float(items),losses.counted_rows(pred, yb, n)
-    return Outcome(pred, loss, numbers, draws, loss_draws, says)
+    return Computed(pred, loss, numbers, draws, loss_draws, says)
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc11
 def far(whole, part, n:int, m:int)->bool:
@@ -159,9 +159,11 @@ def cut_parts(learn, n:int)->list:
     rows = losses.batch_rows(learn)
     size = min(rows//n, 2)
     need(size, 'the batch is too small to be cut')
-    return [(*cut(b, rows, i, j), j-i) for i,j in [(0,n*size),*[(k*size,k*size+size) for k in range(n)]]]
+    spans = [(0,n*size)]
+    for k in range(n): spans.append((k*size,k*size+size))
+    return [(*cut(b, rows, i, j), j-i) for i,j in spans]
 
-class Verdict(NamedTuple):
+class Found(NamedTuple):
     "What a rank has found"
     kind:str # How the loss follows from those of parts, see `follows`; None: not known
     mixes:bool # Whether the model mixes samples
@@ -187,7 +189,7 @@ class SelfCheck:
         self.due = False
         if not e.sharded: self._judge(every[0][1])
 
-    def _look(self)->Verdict:
+    def _look(self)->Found:
         "None if it cannot be computed: neither in evaluation nor in training"
         W = group_size()
         n = next(k for k in range(2, W+1) if W%k==0) # ranks compute each part equally often
@@ -215,7 +217,7 @@ class SelfCheck:
         if whole.loss is not None and not whole.loss_draws:
             kind = losses.follows(whole.numbers, [*numbers.values()], losses.tolerance(whole.loss))
         if whole.says and kind!='other': kind = 'items'
-        return Verdict(kind, mixes, self._unused(whole.loss, every))
+        return Found(kind, mixes, self._unused(whole.loss, every))
 
     def _unused(self, loss, b):
         "Names of the trained parameters that the loss does not depend on, in evaluation and in training"
@@ -230,7 +232,7 @@ class SelfCheck:
 
     def _judge(self, found):
         learn,findings = self.engine.learn,self.engine.findings
-        kind,mixes,unused = found or Verdict(None, False, [])
+        kind,mixes,unused = found or Found(None, False, [])
         over = loss_over(learn)
         is_unknown = over.kind=='unknown'
         if is_unknown and kind:
