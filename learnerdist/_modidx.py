@@ -2279,6 +2279,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'learnerdist/fastai/learner.py'),
                                             'learnerdist.fastai.learner._call_one': ( 'fastai/learner.html#_call_one',
                                                                                       'learnerdist/fastai/learner.py'),
+                                            'learnerdist.fastai.learner._check_fit': ( 'fastai/learner.html#_check_fit',
+                                                                                       'learnerdist/fastai/learner.py'),
                                             'learnerdist.fastai.learner._check_whole': ( 'fastai/learner.html#_check_whole',
                                                                                          'learnerdist/fastai/learner.py'),
                                             'learnerdist.fastai.learner._do_grad_opt': ( 'fastai/learner.html#_do_grad_opt',

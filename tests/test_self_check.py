@@ -229,7 +229,7 @@ def checked_or_not():
     def make(): return Learner(DataLoaders(TfmdDL(data(), 6, after_item=drawn)), nn.Sequential(nn.Dropout(.5), net()), nn.MSELoss(), sgd)
     return [fitted(make, checks=o)[0] for o in ('warn',False)]
 
-def on_two(*_): return all_of([of_sizes,drawing,pairs_of_one,local_statistics]),checked_or_not()
+def on_two(*_): return all_of([of_sizes,drawing,pairs_of_one,with_more,local_statistics]),checked_or_not()
 
 def test_what_is_not_known_to_differ_is_silent(found):
     "Random streams stay: a fit that goes on in mid-epoch checks another batch"
@@ -372,6 +372,10 @@ def with_nan(ps, lr):
     for o in opt.param_groups: o['of_user'] = float('nan')
     return opt
 def not_a_number(): return learner(opt=with_nan)
+class Lerp(Callback): "A callback of the user's"
+class Teachers(Callback): "Another one"
+def other_callback(): return learner(cbs=Lerp() if group_rank() else Teachers())
+def with_more(): return learner(cbs=Teachers() if group_rank()==1 else None) # a rank may have more callbacks than others
 def other_path(): return learner(path=f'/tmp/run-{group_rank()}')
 def lazy(): return learner(nn.Sequential(nn.LazyLinear(2)).double())
 
@@ -433,6 +437,7 @@ offenders = [(mixing,r'\[mixes-samples\] predictions of Sequential depend on whi
     (other_options,r"ValueError: \[different-settings\] .*: seed: 3 on rank 0, 4 on rank 1; check_every: None .*, 2 .*; checks: 'warn' "),
     (other_decays,r'ValueError: .*: OwnEMA.decay: 0.9 on rank 0, 0.7\d* on rank 1; GradientClip.norm_type: 2.0 on rank 0, 1.0 on rank 1.'),
     (rank0_saves,r'ValueError: .*: Checkpoint: given on rank 0, none on rank 1; Checkpoint.path: '),
+    (other_callback,differently+'callbacks: Teachers on rank 0, Lerp on rank 1'),
     (more_layers,differently+'model.3: none on rank 0, Linear on rank 1'),
     (other_class,differently+'model.1: Tanh on rank 0, ReLU on rank 1'),
     (other_loss,differently+'loss_func: MSELoss on rank 0, L1Loss on rank 1'),

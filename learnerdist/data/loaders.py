@@ -323,12 +323,16 @@ class DataLoaders:
         shuffle=True,         # Shuffle the training set? Ignored for a stream, and if `kw` has a sampler
         valid_bs=None,        # Batch size for validation; None: `bs`
         path='.', device=None, n_inp=None, # As in `DataLoaders`
+        augment=None,         # Transforms of training items only, before `after_item`: one or a list
+        augment_batch=None,   # Transforms of training batches only, before `after_batch`: one or a list
         **kw                  # Settings of both loaders; samplers and `drop_last` apply to training only
     ):
         "`TfmdDL`s for these data sets; validation reads its whole data set in order"
         own = any(kw.get(o) is not None for o in ('sampler','batch_sampler'))
         shuffle = shuffle and not own and not isinstance(train_ds, IterableDataset)
-        dls = [TfmdDL(train_ds, bs, shuffle, **kw)]
+        tfms = dict(after_item=[*as_list(augment),*as_list(kw.get('after_item'))])
+        tfms |= dict(after_batch=[*as_list(augment_batch),*as_list(kw.get('after_batch'))])
+        dls = [TfmdDL(train_ds, bs, shuffle, **kw|tfms)]
         kw = {k:v for k,v in kw.items() if k not in (*_BATCHES, 'batch_sampler')}
         if valid_ds is not None: dls.append(TfmdDL(valid_ds, bs if valid_bs is None else valid_bs, **kw))
         return cls(*dls, path=path, device=device, n_inp=n_inp)

@@ -204,9 +204,16 @@ def settings(learn, shares:list)->dict:
     return res
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp02b
-def need_equal(every:list):
-    "Raise ValueError unless all ranks have the same. every: values by name, of each rank"
+def need_equal(every:list, cbs=()):
+    """Raise ValueError unless all ranks have the same. every: values by name, of each rank; cbs: names of callbacks of
+    each rank, of which one may have more than others, such as one that logs"""
     found = unequal(every, 'none')
+    most = max(cbs, key=len, default=())
+    for own in cbs:
+        rest = iter(most)
+        if all(o in rest for o in own): continue
+        shared = set.intersection(*map(set, cbs))
+        found['callbacks'] = [', '.join([k for k in o if k not in shared] or o) for o in cbs]
     what = f'the ranks train differently: {describe_unequal(found)}'
     text = f'{what}. Give all the same; what is drawn, as by the sampler of a sweep, needs a seed'
     if found: raise ValueError(coded('different-settings', text))
@@ -225,8 +232,9 @@ def same_model(learn, gather=gather_same)->tuple:
     return tuple(len({*o})==1 for o in others)
 
 def same_fit(learn, shares:list, gather=gather_same):
-    "Raise ValueError if the ranks begin different fits: models or settings differ. Sync point: one exchange"
-    need_equal(gather(structure(learn)|settings(learn, shares)))
+    "Raise ValueError if the ranks begin different fits: models, callbacks or settings differ. Sync point: one exchange"
+    cbs = [type(cb).__name__ for cb in learn.cbs]
+    need_equal(*zip(*gather((structure(learn)|settings(learn, shares),cbs))))
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmo02
 def shown(o)->str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from fastai import learner as fastai_learner
 from fastai.callback import core as fastai_core,progress as fastai_progress,tracker
+from fastai.callback.core import Callback
 from fastai.data.load import DataLoader
 from fastai.learner import Learner,noop
 from fastai.tabular.learner import TabularLearner
@@ -41,6 +42,7 @@ from .trainer import DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
 from ..learner.learner import check_fit,check_loss,get_model
 from ..learner.techniques import evaluate_loaded,evaluated_weights
+from ..learner.callback import Callback as CoreCallback
 from ..learner.loggers import say_alone
 
 # first, so that a later import does not replace ours; fails without accelerate
@@ -221,6 +223,14 @@ list_options(Learner.to_distributed, Learner.distrib_ctx)
 # %% ../../nbs/fastai/04_learner.ipynb #c017b
 _fit = Learner.fit
 
+def _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt):
+    "ValueError for what no fit can take, before anything begins"
+    check_fit(n_epoch, start_epoch, reset_opt)
+    need(not any(isinstance(o, str) for o in L(lr)), 'give a number, a slice, or a list', lr=lr)
+    for o in L(cbs):
+        known = isinstance(o, (type,Callback,CoreCallback))
+        need(known, f'{o!r} is no callback: give a `Callback` or its class')
+
 @patch
 def fit(self:Learner,
     n_epoch,     # Number of epochs, those before `start_epoch` included
@@ -234,7 +244,7 @@ def fit(self:Learner,
     resume=False # True: go on from the fit's `Checkpoint`; a folder: as `Checkpoint(folder, resume=True)`
 ):
     "As fastai's, with three options more"
-    check_fit(n_epoch, start_epoch, reset_opt)
+    _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt)
     cbs = [o() if isinstance(o, type) else o for o in L(cbs)]
     with CoreLearner.flagged(self, dict(ddp=ddp, amp=amp, resume=resume)), checkpoint.running(self, cbs):
         if trainer := trainer_of(self): trainer.track_dls()
