@@ -5,6 +5,7 @@ from multiprocessing import connection
 from pathlib import Path
 import pytest,torch,torch.distributed as dist
 from leaks import leak_check
+from learnerdist.launch.watch import Cause
 from learnerdist.testing import RanksError,run_ranks
 
 def rank(): return int(os.environ['RANK'])
@@ -76,7 +77,7 @@ def lost():
 
 def test_a_rank_that_only_lost_its_peer_comes_last():
     with pytest.raises(RanksError, match="^rank 1 failed: KeyError: 'mine'") as e: run_ranks(lost, 2)
-    assert list(e.value.errors) == [1, 0]
+    assert list(e.value.errors) == [1, 0] and e.value.errors[0].cause is Cause.noticed
 
 def test_sys_exit():
     assert run_ranks(fails, 1, 0, code=0) == [None]
