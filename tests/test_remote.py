@@ -10,6 +10,7 @@ from learnerdist.core import remote
 from learnerdist.core.files import launch_folder
 from learnerdist.core.shards import full_tensor
 from learnerdist.core.remote import RemoteError, as_path
+from learnerdist.fastai import load_learner
 from learnerdist.testing import run_ranks
 from test_files import fastai_learner
 import test_sharded as sharded
@@ -182,7 +183,7 @@ def test_the_network_goes_down_at_any_call(memory, tmp_path):
         memory.store.clear()
         with warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter('always')
-            try: res,there = with_faults(memory, refuse, range(2*len(ends)+1, 999))
+            try: res,there = with_faults(memory, refuse, range(3*len(ends)+1, 999))
             except RemoteError: res = None
         assert {str(o.message)[:14] for o in messages}<={'[not-uploaded]'}
         if res: close(res, whole, 0)
@@ -294,9 +295,9 @@ def killed(at, shard, kill):
 @pytest.mark.parametrize('W,kills', [
     pytest.param(1, [(0,5,False),(0,8,False),(0,8,True),(0,9,True)], marks=pytest.mark.long),
     (2, [(1,2,False)]), pytest.param(2, [(0,6,False),(0,11,True)], marks=pytest.mark.long)])
-def test_killed_in_each_phase(W, kills, s3):
+def test_killed_in_each_phase(W, kills, s3, tmp_path):
     "Before or after a part, a manifest, or its removal. The newest state is whole, and no part stays for ever"
-    whole = run_ranks(in_group, W, train, f'{s3}/whole', shard=W>1)
+    whole = run_ranks(in_group, W, train, 'ck', tmp_path, shard=W>1)
     for kill in kills:
         at = f'{s3}/{"-".join(map(str, kill))}'
         with pytest.raises(Exception, match='SIGKILL'): run_ranks(in_group, W, killed, at, W>1, kill)
@@ -319,10 +320,9 @@ def file_of(at, fastai=False, ctx=True, **options):
             learn.save(o)
             found += [whole_of(learn.model),whole_of(learn.load(o).model)]
     if fastai:
-        from learnerdist.fastai import load_learner as load
         learn.export(f'{at}/e.pth')
         distrib_barrier()
-        found.append(whole_of(load(f'{at}/e.pth').model))
+        found.append(whole_of(load_learner(f'{at}/e.pth').model))
     found.append(whole_of(new.load(names[0]).model))
     return found
 

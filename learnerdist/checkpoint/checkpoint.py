@@ -28,8 +28,8 @@ from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.losses import loss_over
 from ..learner.techniques import trained_weights
-from .callback_state import check_model,check_run,config_changes,load_states
-from .callback_state import horizons,packed,state_of_rank,settle,states_of,unpacked
+from .callback_state import check_run,config_changes,load_states
+from .callback_state import horizons,state_of_rank,settle,states_of,unpacked
 from .position import PlacedLoader,end,go_back,place_in_epoch,set_streams,streams_now,validation
 from .snapshot import Found,Writers,on_cpu,to_plain
 from .where import Files,open_memory
@@ -176,7 +176,7 @@ class FitState:
         if not ctx:
             if phase=='train': drawn = self.loader.streams_at(learn.iter)
             else: drawn = streams_now(learn.dls)
-            own['streams'] = packed(drawn, 'streams')
+            own['streams'] = to_plain(drawn, 'streams', exact=True)
         return dict(place=at, cbs=cbs, own=own)
 
     def write(self, captured, where):
@@ -210,9 +210,9 @@ class FitState:
         check_run(found.info['config'], self.config, at, self.n_fit, self.source)
         model = found.parts['model']
         state = found.parts['state']
-        check_model(self.model, model, self.source)
         self.check_context(at)
-        load_model(self.model, model)
+        try: load_model(self.model, model)
+        except RuntimeError as e: raise ValueError(f'{self.source} is of another model. {e}') from e
         opt,self.loaded = state.pop('opt'),on_cpu(state, True, {}) # not in the memory of a file
         # torch's do it themselves
         if not isinstance(learn.opt, torch.optim.Optimizer): opt = to_device(opt, next(self.model.parameters()).device)
@@ -252,6 +252,17 @@ class FitState:
         "Alone, between two loops: restore the random streams, if the earlier run was alone, too"
         streams = self.loaded['ranks'][0]['streams']
         if streams and not self.engine: set_streams(self.learn.dls, unpacked(streams))
+
+# %% ../../nbs/checkpoint/04_checkpoint.ipynb #c007
+class _Early(Callback):
+    "Calls a `Checkpoint` in events before other callbacks run, after all ranks have agreed to go on"
+    order = Order.checkpoint_early # before the adapter of the engine
+    def __init__(self, owner): # a `Checkpoint`
+        self.before_epoch = owner.at_epoch
+        self.before_train = owner.at_train
+        self.before_batch = owner.at_batch
+        self.before_validate = owner.at_validate
+        self.after_fit = owner.at_end
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c006
 class Checkpoint(Callback):
@@ -499,17 +510,6 @@ class Checkpoint(Callback):
             except Exception as e: warn('not-saved', str(e))
 
 finder_skips.append(Checkpoint)
-
-# %% ../../nbs/checkpoint/04_checkpoint.ipynb #c007
-class _Early(Callback):
-    "Calls a `Checkpoint` in events before other callbacks run, after all ranks have agreed to go on"
-    order = Order.checkpoint_early # before the adapter of the engine
-    def __init__(self, owner:Checkpoint):
-        self.before_epoch = owner.at_epoch
-        self.before_train = owner.at_train
-        self.before_batch = owner.at_batch
-        self.before_validate = owner.at_validate
-        self.after_fit = owner.at_end
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c022i
 class StatesInMemory(Checkpoint):
