@@ -183,7 +183,7 @@ def test_the_network_goes_down_at_any_call(memory, tmp_path):
         memory.store.clear()
         with warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter('always')
-            try: res,there = with_faults(memory, refuse, range(3*len(ends)+1, 999))
+            try: res,there = with_faults(memory, refuse, range(5*len(ends)+1, 999))
             except RemoteError: res = None
         assert {str(o.message)[:14] for o in messages}<={'[not-uploaded]'}
         if res: close(res, whole, 0)
