@@ -226,11 +226,11 @@ class FitState:
     def check_context(self, at:dict):
         "Alone, the order of an epoch follows from random streams; in a context, from its seed"
         was_alone = at['seed'] is None
-        if at['phase']!='train' or was_alone==(self.engine is None): return
         was,remedy = 'in','in `distrib_ctx()`, also on one process'
         if was_alone: was,remedy = 'without','without one'
         why = f'{self.source} was made in mid-epoch {was} a context, which decides the order of samples'
-        raise ValueError(f"{why}: fit {remedy}, or resume from the end of an epoch (every='epoch')")
+        is_same = at['phase']!='train' or was_alone==(self.engine is None)
+        need(is_same, f"{why}: fit {remedy}, or resume from the end of an epoch (every='epoch')")
 
     def load_callbacks(self):
         cbs = self.learn.cbs
