@@ -185,11 +185,14 @@ class FitState:
         every = gather_objects(captured['own'], 0 if where.is_alone else None)
         like = a_part(self.model)
         self.n_states += 1
-        i,n,again = (0,1,not where.leads) if like is None else shard_position(like)
-        if again: return
         at = captured['place']
         info = dict(epoch=at['epoch'], step=at['step'], place=at, config=self.config)
-        if like is not None: info['shards'] = n
+        i,n = 0,1
+        is_copy = not where.leads
+        if like is not None:
+            i,n,is_copy = shard_position(like)
+            info['shards'] = n
+        if is_copy: return
         writers = Writers(i, n, f'{self.token}{self.n_states:x}')
         where.write(self.files(i, captured['cbs'], every), to_plain(info, 'manifest'), writers)
 
