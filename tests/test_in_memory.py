@@ -51,23 +51,19 @@ def sharded(folder, cbs=(), **kw):
 
 as_all = dict(LEARNERDIST_SEED='1', OMP_NUM_THREADS='1') # more threads add up in another order
 
-def launcher():
-    "The launcher's process id: the parent of the fork server"
-    return int(Path(f'/proc/{os.getppid()}/stat').read_text().rpartition(')')[2].split()[1])
-
 def train(folder, plan, kind, kw):
     "On each rank; `plan`: by attempt, a point"
     folder,attempt = Path(folder),os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
     if 'LEARNERDIST_MEMORY' in os.environ and rank_distrib()==0:
         (folder/'memory').write_text(os.environ['LEARNERDIST_MEMORY'])
-        with open(folder/'open', 'a') as f: f.write(f'{len(os.listdir(f"/proc/{launcher()}/fd"))}\n')
+        with open(folder/'open', 'a') as f: f.write(f'{len(os.listdir(f"/proc/{os.getppid()}/fd"))}\n') # the launcher's
     def tell(self, found):
         if rank_distrib()==0: print(f'in {self.at["phase"]} after step {self.at["step"]}, from {found.folder}', flush=True)
     Checkpoint._report_start = tell
     if 'three fits' in kind: checkpoint.fit(folder/'first', n_epoch=1, every=1, in_memory=True)
     die = Die(folder, plan.get(attempt), attempt)
     if 'machine' in kind: die.ranks = [0,1]*(kind=='machine 1')
-    if plan.get('launcher') and kind=='machine 1': die.launcher = launcher()
+    if plan.get('launcher') and kind=='machine 1': die.launcher = os.getppid()
     cbs = [die, *[checkpoint.At(2, checkpoint.kill)]*('SIGTERM' in kind)]
     res = dict(plain=checkpoint.fit(folder, 'plain', cbs, **kw))
     if 'three fits' in kind: res['sharded'] = sharded(folder/'sharded', [Die(folder, plan.get(f'sharded {attempt}'), attempt)], **kw)
