@@ -22,14 +22,14 @@ class Branches(nn.Module):
     "Synchronised layers side by side, which a compiler could reorder"
     def __init__(self):
         super().__init__()
-        self.inp,self.sides = nn.Linear(6, 8),nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
-        self.bns = nn.ModuleList([nn.BatchNorm1d(8, momentum=.1*(i+1)) for i in range(5)])
+        self.inp,self.sides = nn.Linear(6, 8),nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.bns = nn.ModuleList([nn.BatchNorm1d(8, momentum=.1*(i+1)) for i in range(3)])
     def forward(self, x):
-        x = self.bns[4](self.inp(x)).relu()
+        x = self.bns[2](self.inp(x)).relu()
         return torch.cat([bn(m(x)) for m,bn in zip(self.sides, self.bns)], 1)
 
 def blocks(): return nn.Sequential(nn.Linear(6, 8), *[Block(8) for _ in range(3)], nn.Linear(8, 3))
-def branches(): return nn.Sequential(Branches(), nn.Linear(32, 3))
+def branches(): return nn.Sequential(Branches(), nn.Linear(16, 3))
 
 def labelled(n):
     x = draws(n, 6)

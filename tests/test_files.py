@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
+from fastai.callback.tracker import SaveModelCallback as FastaiSave
+from fastai.data.core import DataLoaders as FastaiLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner as FastaiLearner
 from learnerdist.all import *
+from learnerdist.fastai import load_learner
 from learnerdist.core import env
 from learnerdist.testing import run_ranks
 
@@ -198,7 +203,6 @@ def test_saves_and_loads_on_ranks(tmp_path):
 
 def rank_0_alone_saves(path):
     "By both Learners, over a file of an earlier run; rank 0 takes its time. Later all ranks save, then rank 0 alone again"
-    from learnerdist.fastai import load_learner
     return [saves_alone(make(path/'ours')),saves_alone(fastai_learner(path/'fastai'), load_learner)]
 
 def saves_alone(learn, load_learner=None): # fastai's exports, too
@@ -222,10 +226,6 @@ class Rows(list): # as `export` wants it
     def new_empty(self): return Rows()
 
 def fastai_learner(path):
-    from fastai.data.core import DataLoaders as FastaiLoaders
-    from fastai.data.load import DataLoader
-    import learnerdist.fastai # noqa: F401
-    from fastai.learner import Learner as FastaiLearner
     learn = make(path)
     dl = DataLoader(Rows([(torch.ones(4),torch.ones(1))]*4), bs=2)
     return FastaiLearner(FastaiLoaders(dl, dl), learn.model, F.mse_loss, path=path)
@@ -273,7 +273,6 @@ class Kept(Callback):
     def after_epoch(self): self.seen.append(weight(self.learn))
 
 def rank_names_alike(path):
-    from fastai.callback.tracker import SaveModelCallback as FastaiSave
     kinds = (make(path/'ours'),SaveModelCallback),(fastai_learner(path/'fastai'),FastaiSave)
     res = []
     for learn,save in kinds:

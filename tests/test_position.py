@@ -103,7 +103,7 @@ def resumed(path, kind, ctx=False):
     again,n_again = fit(path/'cut', kind, ctx=ctx)
     return again==whole,n_again-n//2
 
-indexed = ['shuffled','weighted','replaced','drawing','generating','workers',pytest.param('workers persistent', marks=pytest.mark.slow)]
+indexed = ['shuffled','weighted','replaced','drawing','generating','workers',pytest.param('workers persistent', marks=pytest.mark.long)]
 
 @pytest.mark.parametrize('kind', [*indexed,'stateful','placed','stream','unknown'])
 def test_alone_a_checkpoint_changes_nothing(kind, tmp_path):

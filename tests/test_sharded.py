@@ -60,7 +60,6 @@ def rows(n, dtype=F64): return TensorDataset(draws(n, 6, dtype=dtype), ints(6, n
 
 # --- one run ----------------------------------------------------------------------------------------------------------------
 
-def ahead(p, lr): return Lookahead(torch.optim.SGD(p, lr), k=2)
 def two_groups(m): return [list(m.layers.parameters()), [m.head.weight, m.emb.weight, m.scale]]
 
 def numbers(learn): return [list(o) for o in learn.recorder.values]
@@ -132,8 +131,8 @@ def rank_answers():
 @needs_fsdp2
 @pytest.mark.parametrize('W', [pytest.param('some', marks=pytest.mark.slow), *(pytest.param(o, marks=pytest.mark.long) for o in (1,2,3,4))])
 def test_same_run(W):
-    "Some on two ranks: one of each kind"
-    more = ('groups','linears','kept','stopping','light') if W=='some' else () # a page has `light`
+    "Some on two ranks: one of each kind. Others are shown by a page (`light`), and by test_sharded_files.py (`tied`)"
+    more = ('groups','linears','kept','dropped','stopping','light','tied') if W=='some' else ()
     cases = {k: c for k,c in same.items() if k not in more}
     want = runs(cases)
     for got in run_ranks(in_group, 2 if W=='some' else W, runs, cases, timeout_s=600): close(got, want)
@@ -274,7 +273,7 @@ def cut_by_hand():
     m.weight = nn.Parameter(distribute_tensor(m.weight.detach(), init_device_mesh('cpu', (2,)), [Shard(0)]))
     return m
 
-# Name: (model, options of the context, what the error says)
+# Name: (model, options of the context, what the error says; of some models FSDP2's own)
 refused = dict(text=(net, dict(shard='nodes'), 'give True, or a dict of options, such as dict(blocks=[Block]); they are blocks, reshard'),
     fp16_policy=(net, dict(shard=dict(mp='fp16')), 'for float16 use learn.to_fp16()'),
     unknown=(net, dict(shard=dict(block=1)), "'block' is no option; give blocks, reshard"),
@@ -286,12 +285,12 @@ refused = dict(text=(net, dict(shard='nodes'), 'give True, or a dict of options,
     absent=(net, dict(shard=dict(blocks=[nn.LSTM])), "has no such module with weights. Give classes of this model: Linear"),
     container=(net, dict(shard=dict(blocks=nn.ModuleList)), 'has no forward pass: give the modules in it'),
     tied=(tied_layers, dict(shard=dict(blocks=lambda m: hasattr(m, 'is_tied'))), 'or give the module that holds both'),
-    lazy=(lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'run a batch through the model before the context'),
+    lazy=(lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'call it on a batch before the context'),
     max_norm=(lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), '0 has max_norm, which shortens on each rank'),
     meta=(lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'weight is on the meta device, and has no values'),
-    strided=(strided, dict(shard=True), 'is not contiguous: model.to(memory_format=torch.contiguous_format)'),
-    number=(number, dict(shard=True), 'is a single number, which cannot be cut: make it a tensor of shape (1,)'),
-    by_hand=(cut_by_hand, dict(shard=True), 'is a DTensor already: a model that is sharded by hand trains in a loop by hand'),
+    strided=(strided, dict(shard=True), 'does not support non-contiguous parameters'),
+    number=(number, dict(shard=True), 'Change scale to a 1D tensor'),
+    by_hand=(cut_by_hand, dict(shard=True), 'has DTensors already: what is sharded by hand trains in a loop by hand'),
     no_cpu=(net, dict(shard=True), 'does not run on the CPU: get a newer torch'))
 
 def refusals():

@@ -53,7 +53,7 @@ def fitted(W, rank, hows, kw):
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
     return res
 
-some = '`fit`, a model with BatchNorm','`fine_tune`','lr_find','torchs','amp','best' # one of each kind
+some = '`fit`, a model with BatchNorm','`fine_tune`','torchs','best' # one of each kind
 def of_some(W, rank, path): return {k: fitted(W, rank, *o) for k,o in all_cases(path/str(W)).items() if k in some}
 def of_all(W, rank, path): return {k: fitted(W, rank, *o) for k,o in all_cases(path/str(W)).items()}
 few,every = asking(of_some),asking(of_all)

@@ -2,60 +2,71 @@
 import os, random, shutil, signal
 from functools import partial
 import pytest, torch
-from learnerdist.all import Callback, DataLoaders, Learner, group_rank, process_group, rank_distrib
+from learnerdist.all import Callback, DataLoaders, Learner, Lookahead, group_rank, process_group, rank_distrib
 from learnerdist.checkpoint import snapshot
 from learnerdist.core import shards
 from learnerdist.core.env import count
 from learnerdist.testing import RanksError, run_ranks
 import test_sharded as sharded
 from harness import close, in_group, needs_fsdp2
-from test_sharded import Net, ahead, case, context, make
+from test_sharded import Net, case, context, make
 
 def net(): return Net(tied=True)
-train = partial(sharded.train, model=net)
+def ahead(p, lr): return Lookahead(torch.optim.AdamW(p, lr), k=2)
+train = partial(sharded.train, model=net, opt=ahead, n_epoch=2) # of 3 steps
+
+def without_gather(folder):
+    "A run whose checkpoints gather nothing"
+    def forbidden(*_): raise AssertionError('gathered')
+    old,shards.full_tensor = shards.full_tensor,forbidden
+    try: return train(folder, True)
+    finally: shards.full_tensor = old
+
+@pytest.fixture(scope='module')
+def two(tmp_path_factory):
+    "On two ranks: what a whole run comes to, and the folder of one that was stopped after step 5"
+    path = tmp_path_factory.mktemp('two')
+    whole = run_ranks(in_group, 2, without_gather, path/'whole')[0]
+    with pytest.raises(RanksError, match='on purpose'): run_ranks(in_group, 2, train, path/'a', True, 5)
+    return whole,path/'a'
 
 # --- any number of ranks ----------------------------------------------------------------------------------------------------
 
-@pytest.mark.slow
-@needs_fsdp2
-@pytest.mark.parametrize('W,shard,opt', [(3, True, ahead),
-    *(pytest.param(W, o, torch.optim.AdamW, marks=pytest.mark.long) for W,o in ((2, True),(4, True),(4, dict(replicas=2))))])
-def test_written_by_any_number_and_read_by_any_number(W, shard, opt, tmp_path):
-    "Bitwise on as many ranks, else within rounding: sharded, replicated, and in one process"
-    whole = run_ranks(in_group, W, train, tmp_path/'whole', shard, opt=opt)[0]
-    with pytest.raises(RanksError, match='on purpose'): run_ranks(in_group, W, train, tmp_path/'a', shard, 5, opt=opt)
-    found = snapshot.snapshots(tmp_path/'a/ck')[-1]
-    info = snapshot.read_manifest(found)
-    n = W//2 if isinstance(shard, dict) else W
-    assert info['shards']==n and info['format']==snapshot.format_version
-    assert sorted(o.name for o in found.iterdir())==sorted(['manifest.json','model.pt','state.pt',*[f'rows_{i}.pt' for i in range(n)]])
-    others = [({2: 4, 3: 2, 4: 3}[W],True), (2,False)] if n==W else []
-    for i,(V,how) in enumerate([(W,shard), *others, (1,False)]):
-        shutil.copytree(tmp_path/'a', tmp_path/f'b{i}')
-        for o in run_ranks(in_group, V, train, tmp_path/f'b{i}', how, opt=opt): close(o, whole, 0 if i==0 else 1e-9, f'{V}, {how}')
+def sizes(folder): return {o.name: o.stat().st_size for o in folder.iterdir()}
 
 @needs_fsdp2
-def test_a_checkpoint_of_ddp_goes_on_sharded(tmp_path):
+def test_two_ranks_write_and_any_number_reads(two, tmp_path):
+    "Bitwise on as many ranks, else within rounding: sharded, and by DDP. Each rank writes its rows"
+    whole,stopped = two
+    found = snapshot.snapshots(stopped/'ck')[-1]
+    info = snapshot.read_manifest(found)
+    assert info['shards']==2 and info['format']==snapshot.format_version
+    files = sizes(found)
+    assert {*files}=={'manifest.json','model.pt','state.pt','rows_0.pt','rows_1.pt'}
+    assert max(files['rows_0.pt'], files['rows_1.pt'])<.65*(files['rows_0.pt']+files['rows_1.pt'])
+    for i,(W,how) in enumerate([(2,True), (3,True), (2,False)]):
+        shutil.copytree(stopped, tmp_path/f'b{i}')
+        for o in run_ranks(in_group, W, train, tmp_path/f'b{i}', how): close(o, whole, 0 if i==0 else 1e-9, f'{W}, {how}')
+
+@pytest.mark.long
+@needs_fsdp2
+@pytest.mark.parametrize('W,shard,n,others', [(3, True, 3, [(2,True),(1,False)]), (4, True, 4, [(3,True)]),
+                                              (4, dict(replicas=2), 2, [(1,False)])])
+def test_written_by_more(W, shard, n, others, two, tmp_path):
+    with pytest.raises(RanksError, match='on purpose'): run_ranks(in_group, W, train, tmp_path/'a', shard, 5)
+    assert snapshot.read_manifest(snapshot.snapshots(tmp_path/'a/ck')[-1])['shards']==n
+    for V,how in [*others,(W,shard)]:
+        shutil.copytree(tmp_path/'a', tmp_path/f'{V}')
+        for o in run_ranks(in_group, V, train, tmp_path/f'{V}', how): close(o, two[0], 1e-9, f'{V}, {how}')
+
+@needs_fsdp2
+def test_a_checkpoint_of_ddp_goes_on_sharded(two, tmp_path):
     "In the background; weights alone are read by `load`"
-    whole = run_ranks(in_group, 2, train, tmp_path/'whole', False)[0]
     with pytest.raises(RanksError, match='on purpose'): run_ranks(in_group, 2, train, tmp_path/'a', False, 5)
-    for o in run_ranks(in_group, 2, train, tmp_path/'a', True, background=True): close(o, whole)
+    for o in run_ranks(in_group, 2, train, tmp_path/'a', True, background=True): close(o, two[0])
     alone = make(case(model=net))
     alone.path = tmp_path/'a'
-    close(dict(alone.load('ck').model.state_dict()), whole['w'])
-
-def without_gather(folder):
-    def forbidden(*_): raise AssertionError('gathered')
-    old,shards.full_tensor = shards.full_tensor,forbidden
-    try: train(folder, True, every=3)
-    finally: shards.full_tensor = old
-
-@needs_fsdp2
-def test_nothing_is_gathered(tmp_path):
-    run_ranks(in_group, 2, without_gather, tmp_path)
-    found = snapshot.snapshots(tmp_path/'ck')[-1]
-    sizes = {o.name: o.stat().st_size for o in found.glob('rows_*')}
-    assert len(sizes)==2 and max(sizes.values())<.65*sum(sizes.values())
+    close(dict(alone.load('ck').model.state_dict()), two[0]['w'])
 
 def saved(folder, shard):
     learn = make(case(n=24, model=net))
@@ -92,33 +103,32 @@ class Full(Callback):
         if self.training and self.learn.train_iter==self.at and group_rank()==self.rank: snapshot.save_sealed = self.fail
     def fail(self, *_): raise OSError(28, 'No space left on device')
 
-def failing(folder, background):
-    "What is said on this rank where rank 0 cannot write, and where rank 1 cannot"
+def failing(folder):
+    "What is said on this rank where rank 0 cannot write, and where rank 1 cannot, in the background"
     messages = []
     for rank in (0,1):
         for _ in range(rank_distrib()): count('snapshot') # as on a rank that has begun another one when it hears of a failure
         try:
-            with process_group(): train(folder/str(rank), True, cbs=[Full(rank, 3)], background=background)
+            with process_group(): train(folder/str(rank), True, cbs=[Full(rank, 3)], background=rank==1)
         except Exception as e: messages.append(f'{type(e).__name__}: {e}')
     return messages
 
 @needs_fsdp2
-@pytest.mark.parametrize('background', [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_rank_that_cannot_write_ends_the_run(background, tmp_path):
+def test_a_rank_that_cannot_write_ends_the_run(tmp_path):
     "With the cause on all ranks; the checkpoint before it is the newest, and good"
-    for rank,messages in enumerate(zip(*run_ranks(failing, 2, tmp_path, background))):
+    for rank,messages in enumerate(zip(*run_ranks(failing, 2, tmp_path))):
         assert 'No space left on device: the checkpoint was not written; earlier ones are as they were' in messages[rank]
         assert f'rank {rank} failed with OSError' in messages[1-rank]
         assert [o.name for o in (tmp_path/str(rank)/'ck').glob('epoch*')]==['epoch_0000-step_00000002']
         assert snapshot.newest_good(tmp_path/str(rank)/'ck').info['step']==2
 
 @needs_fsdp2
-def test_damage_is_noticed_before_it_is_read(tmp_path):
-    with pytest.raises(RanksError, match='on purpose'): run_ranks(in_group, 2, train, tmp_path/'a', True, 5)
-    older,newer = snapshot.snapshots(tmp_path/'a/ck')
+def test_damage_is_noticed_before_it_is_read(two, tmp_path):
+    whole,stopped = two
+    older,newer = snapshot.snapshots(stopped/'ck')
     good = torch.load(newer/'rows_1.pt')
     for damage in ('bit','short','gone','code'):
-        shutil.copytree(tmp_path/'a', tmp_path/damage)
+        shutil.copytree(stopped, tmp_path/damage)
         file = tmp_path/damage/'ck'/newer.name/'rows_1.pt'
         data = bytearray(file.read_bytes())
         if damage=='bit': data[len(data)//2] ^= 1
@@ -127,8 +137,7 @@ def test_damage_is_noticed_before_it_is_read(tmp_path):
         if damage=='code': torch.save(dict(good, rows=[os.system]), file)
         found = snapshot.newest_good(tmp_path/damage/'ck')
         assert found.folder.name==older.name and 'rows_1.pt is' in found.bad[0]
-    again = run_ranks(in_group, 2, train, tmp_path/'bit', True)[0]
-    close(again, run_ranks(in_group, 2, train, tmp_path/'whole', True)[0], 0)
+    close(run_ranks(in_group, 2, train, tmp_path/'bit', True)[0], whole, 0)
 
 class Kill:
     "Ends this process at its `n`-th operation on files of a checkpoint"
@@ -159,13 +168,12 @@ def soak(folder, seed, rounds, background):
 
 @pytest.mark.slow
 @needs_fsdp2
-@pytest.mark.parametrize('seed,rounds,background', [(1,3,False), pytest.param(2, 12, False, marks=pytest.mark.long),
+@pytest.mark.parametrize('seed,rounds,background', [(1,2,False), pytest.param(2, 12, False, marks=pytest.mark.long),
                                                     pytest.param(3, 12, True, marks=pytest.mark.long)])
-def test_killed_while_writing(seed, rounds, background, tmp_path):
+def test_killed_while_writing(seed, rounds, background, two, tmp_path):
     "At any moment a good checkpoint is there, and the run that goes on is the one that was never killed"
     steps,ranks = soak(tmp_path/'a', seed, rounds, background)
     known = [o or 0 for o in steps]
     assert known==sorted(known) and max(known)>0
-    whole = run_ranks(in_group, 2, train, tmp_path/'whole', True, every=1)
-    close(ranks, whole, 0)
+    close(ranks, [two[0]]*2, 0)
     assert not [*(tmp_path/'a/ck').glob('.*.tmp')]

@@ -155,7 +155,7 @@ def test_what_nccl_refuses(kind, backend):
 
 # --- trainings --------------------------------------------------------------------------------------------------------
 
-quick = ('BatchNorm','ignored labels','items of a device on one rank','max_bs','float16, GradScaler','shard=True',
+quick = ('BatchNorm','items of a device on one rank','max_bs','float16, GradScaler','shard=True',
          "fastai's fit") # of each kind
 every = (*of_table,*stories,*of_fastai)
 # Waits of the host in a step beyond those of one process that are not 0. BatchNorm: torch's, 3 a layer; unused parameters: of DDP

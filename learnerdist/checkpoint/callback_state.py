@@ -6,10 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c002
-from collections import Counter,OrderedDict,deque
 from copy import copy
 
-import numpy as np
 import torch
 from fastcore.foundation import L
 
@@ -23,32 +21,11 @@ from ..core.stacks import need
 from .snapshot import are_plain,to_plain
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c004b
-_kinds = {o.__name__: o for o in (deque,Counter,OrderedDict)}
-
-def packed(o, at:str):
-    """`o`, which `at` names in an error, as plain data, by copy but for tensors, for `unpacked`. ValueError if its type
-    would not come back: what is no plain data, and a class of the user's of lists or dicts"""
-    t = type(o)
-    if isinstance(o, (np.ndarray,np.generic)): return dict(__type__='numpy', items=torch.from_numpy(np.array(o)))
-    if t.__name__ in _kinds and t is _kinds[t.__name__]:
-        items = packed([*o.items()] if isinstance(o, dict) else [*o], at)
-        return dict(__type__=t.__name__, items=items, maxlen=getattr(o, 'maxlen', None))
-    if t is dict: return {k: packed(v, f'{at}/{k}') for k,v in o.items()}
-    # one for each step of a fit: nobody walks over them
-    if t is list and {*map(type, o)}=={float}: return dict(__type__='floats', items=torch.tensor(o, dtype=torch.double))
-    if t in (list,tuple) and not are_plain(o): return t(packed(v, f'{at}/{i}') for i,v in enumerate(o))
-    if isinstance(o, (dict,list,tuple)) and t not in (list,tuple,L):
-        why = f'{at}: a {t.__name__} would come back as another type'
-        raise ValueError(f'{why}: keep a dict, a list or a tuple')
-    return to_plain(o, at)
-
 def unpacked(o):
-    "The inverse of `packed`, by copy"
+    "The inverse of `to_plain(…, exact=True)`, by copy"
     kind = o.get('__type__') if isinstance(o, dict) else None
-    if kind=='numpy': return o['items'].numpy().copy()[()]
+    if kind=='numpy': return o['items'].numpy().copy()
     if kind=='floats': return o['items'].tolist()
-    if kind=='deque': return deque(unpacked(o['items']), o['maxlen'])
-    if kind: return _kinds[kind](dict(map(tuple, unpacked(o['items']))))
     if isinstance(o, dict): return {k: unpacked(v) for k,v in o.items()}
     if isinstance(o, torch.Tensor): return o.clone()
     if isinstance(o, (list,tuple)) and not are_plain(o): return type(o)(map(unpacked, o))
@@ -69,7 +46,7 @@ def _names(cb, kind):
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c005b
 def _state(cb, kind):
     if kind=='fit_state' and hasattr(type(cb), 'state_dict'): return to_plain(cb.state_dict(), cb.name)
-    return {o: packed(getattr(cb, o), f'{cb.name}.{o}') for o in _names(cb, kind)}
+    return {o: to_plain(getattr(cb, o), f'{cb.name}.{o}', exact=True) for o in _names(cb, kind)}
 
 def states_of(cbs, kind:str)->dict:
     "The state of callbacks in this fit, by name. kind: 'fit_state', the same on every rank, or 'rank_state'"
@@ -108,18 +85,6 @@ def state_of_rank(cbs, states:list, rank:int, adds_up:bool)->dict:
             res[k][name] = torch.zeros_like(whole) if rank else whole
     return res
 
-# %% ../../nbs/checkpoint/02_callback_state.ipynb #c010
-def check_model(model:torch.nn.Module, state:dict, source):
-    "Raise ValueError if names or shapes differ, before anything is loaded"
-    def shapes(state): return {k:tuple(v.shape) for k,v in state.items() if isinstance(v, torch.Tensor)}
-    own,other = shapes(model.state_dict()),shapes(state)
-    found = []
-    for k in own|other:
-        a,b = other.get(k, 'missing'),own.get(k, 'missing')
-        if a!=b: found.append(f'{k}: {a} in the checkpoint, {b} here')
-    if len(found)>5: found[5:] = ['…']
-    need(not found, f'{source} is of another model. {"; ".join(found)}')
-
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #cks02
 def horizons(cbs)->dict:
     "The number of steps or epochs that each schedule among the callbacks is made for (`horizon`), by name"
@@ -138,29 +103,27 @@ def config_changes(old:dict, new:dict)->list:
 def check_run(old:dict, new:dict, at:dict, fit:int, src):
     """Raise ValueError if the fit number `fit` of this learner, with the configuration `new`, cannot go on from the
     checkpoint `src` at the position `at`, before anything is loaded"""
+    def check(good, why): need(good, f'{src} is {why}')
+    number = f'of fit number {at["fit"]+1} of its script, and this is number {fit+1}'
+    check(at['fit']==fit, f'{number}: give each another folder')
+    epochs = f'of a fit of {at["n_epoch"]} epochs, and this one has {new["n_epoch"]}'
+    check(at['n_epoch']<=new['n_epoch'], f'{epochs}: give as many or more')
+    state = f'with the state of {old["optimizer"]}, and this fit uses {new["optimizer"]}'
+    check(old['optimizer']==new['optimizer'], state)
+    data = f'in the midst of an epoch of {old["samples"]} samples, and the data set has {new["samples"]} now'
+    remedy = 'give the same data, or a checkpoint between two epochs'
+    check(at['phase']!='train' or old['samples']==new['samples'], f'{data}: {remedy}')
     # with other global batches it goes on at the same part of the fit
     sizes = [(o.get('batch_size'),o.get('samples')) for o in (old,new)]
-    may_scale = at['n_epoch']==new['n_epoch'] and sizes[0]!=sizes[1]
-    now = {} if may_scale else new['schedule']
-    bad = [k for k,v in old['schedule'].items() if now.get(k, v)!=v]
-    why = None
-    if at['fit']!=fit:
-        why = f'of fit number {at["fit"]+1} of its script, and this is number {fit+1}: give each another folder'
-    elif at['n_epoch']>new['n_epoch']:
-        why = f'of a fit of {at["n_epoch"]} epochs, and this one has {new["n_epoch"]}: give as many or more'
-    elif old['optimizer']!=new['optimizer']:
-        why = f'with the state of {old["optimizer"]}, and this fit uses {new["optimizer"]}'
-    elif at['phase']=='train' and old['samples']!=new['samples']:
-        why = f'in the midst of an epoch of {old["samples"]} samples, and the data set has {new["samples"]}'
-        why += ' now: give the same data, or a checkpoint between two epochs'
-    elif bad:
-        k = bad[0]
-        why = f'with a {k} for {_counts(old, k)}, and that of this fit is for {_counts(new, k)}. '
-        why += f'{"; ".join(config_changes(old, new))}. Give as many epochs as then, and the same global '
-        why += 'batch size (split_batches=True), or begin another fit after learn.load(folder)'
-    need(why is None, f'{src} is {why}')
+    if at['n_epoch']==new['n_epoch'] and sizes[0]!=sizes[1]: return
+    remedy = 'Give as many epochs as then, and the same global batch size (split_batches=True), '
+    remedy += 'or begin another fit after learn.load(folder)'
+    for k,v in old['schedule'].items():
+        now = new['schedule'].get(k, v)
+        lengths = f'with a {k} for {_counts(v)}, and that of this fit is for {_counts(now)}'
+        check(now==v, f'{lengths}. {"; ".join(config_changes(old, new))}. {remedy}')
 
-def _counts(config, k): return ', '.join(f'{name}={n}' for name,n in config['schedule'][k])
+def _counts(horizon): return ', '.join(f'{name}={n}' for name,n in horizon)
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c013
 def settle(learn, ddp):

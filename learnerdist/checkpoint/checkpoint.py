@@ -28,8 +28,8 @@ from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.losses import loss_over
 from ..learner.techniques import trained_weights
-from .callback_state import check_model,check_run,config_changes,load_states
-from .callback_state import horizons,packed,state_of_rank,settle,states_of,unpacked
+from .callback_state import check_run,config_changes,load_states
+from .callback_state import horizons,state_of_rank,settle,states_of,unpacked
 from .position import PlacedLoader,end,go_back,place_in_epoch,set_streams,streams_now,validation
 from .snapshot import Found,Writers,on_cpu,to_plain
 from .where import Files,open_memory
@@ -176,7 +176,7 @@ class FitState:
         if not ctx:
             if phase=='train': drawn = self.loader.streams_at(learn.iter)
             else: drawn = streams_now(learn.dls)
-            own['streams'] = packed(drawn, 'streams')
+            own['streams'] = to_plain(drawn, 'streams', exact=True)
         return dict(place=at, cbs=cbs, own=own)
 
     def write(self, captured, where):
@@ -185,11 +185,14 @@ class FitState:
         every = gather_objects(captured['own'], 0 if where.is_alone else None)
         like = a_part(self.model)
         self.n_states += 1
-        i,n,again = (0,1,not where.leads) if like is None else shard_position(like)
-        if again: return
         at = captured['place']
         info = dict(epoch=at['epoch'], step=at['step'], place=at, config=self.config)
-        if like is not None: info['shards'] = n
+        i,n = 0,1
+        is_copy = not where.leads
+        if like is not None:
+            i,n,is_copy = shard_position(like)
+            info['shards'] = n
+        if is_copy: return
         writers = Writers(i, n, f'{self.token}{self.n_states:x}')
         where.write(self.files(i, captured['cbs'], every), to_plain(info, 'manifest'), writers)
 
@@ -210,9 +213,9 @@ class FitState:
         check_run(found.info['config'], self.config, at, self.n_fit, self.source)
         model = found.parts['model']
         state = found.parts['state']
-        check_model(self.model, model, self.source)
         self.check_context(at)
-        load_model(self.model, model)
+        try: load_model(self.model, model)
+        except RuntimeError as e: raise ValueError(f'{self.source} is of another model. {e}') from e
         opt,self.loaded = state.pop('opt'),on_cpu(state, True, {}) # not in the memory of a file
         # torch's do it themselves
         if not isinstance(learn.opt, torch.optim.Optimizer): opt = to_device(opt, next(self.model.parameters()).device)
@@ -226,11 +229,11 @@ class FitState:
     def check_context(self, at:dict):
         "Alone, the order of an epoch follows from random streams; in a context, from its seed"
         was_alone = at['seed'] is None
-        if at['phase']!='train' or was_alone==(self.engine is None): return
         was,remedy = 'in','in `distrib_ctx()`, also on one process'
         if was_alone: was,remedy = 'without','without one'
         why = f'{self.source} was made in mid-epoch {was} a context, which decides the order of samples'
-        raise ValueError(f"{why}: fit {remedy}, or resume from the end of an epoch (every='epoch')")
+        is_same = at['phase']!='train' or was_alone==(self.engine is None)
+        need(is_same, f"{why}: fit {remedy}, or resume from the end of an epoch (every='epoch')")
 
     def load_callbacks(self):
         cbs = self.learn.cbs
@@ -252,6 +255,17 @@ class FitState:
         "Alone, between two loops: restore the random streams, if the earlier run was alone, too"
         streams = self.loaded['ranks'][0]['streams']
         if streams and not self.engine: set_streams(self.learn.dls, unpacked(streams))
+
+# %% ../../nbs/checkpoint/04_checkpoint.ipynb #c007
+class _Early(Callback):
+    "Calls a `Checkpoint` in events before other callbacks run, after all ranks have agreed to go on"
+    order = Order.checkpoint_early # before the adapter of the engine
+    def __init__(self, owner): # a `Checkpoint`
+        self.before_epoch = owner.at_epoch
+        self.before_train = owner.at_train
+        self.before_batch = owner.at_batch
+        self.before_validate = owner.at_validate
+        self.after_fit = owner.at_end
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c006
 class Checkpoint(Callback):
@@ -499,17 +513,6 @@ class Checkpoint(Callback):
             except Exception as e: warn('not-saved', str(e))
 
 finder_skips.append(Checkpoint)
-
-# %% ../../nbs/checkpoint/04_checkpoint.ipynb #c007
-class _Early(Callback):
-    "Calls a `Checkpoint` in events before other callbacks run, after all ranks have agreed to go on"
-    order = Order.checkpoint_early # before the adapter of the engine
-    def __init__(self, owner:Checkpoint):
-        self.before_epoch = owner.at_epoch
-        self.before_train = owner.at_train
-        self.before_batch = owner.at_batch
-        self.before_validate = owner.at_validate
-        self.after_fit = owner.at_end
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c022i
 class StatesInMemory(Checkpoint):

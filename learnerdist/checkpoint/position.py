@@ -22,6 +22,16 @@ from ..data.loaders import LoaderWrapper,batch_shape,data_len
 # Moments: no batch has these numbers, and samples have -1
 validation,end = -3,-4
 
+# %% ../../nbs/checkpoint/01_position.ipynb #strm4
+def _state(g):
+    if hasattr(g, 'bit_generator'): return g.bit_generator.state
+    return g.getstate() if isinstance(g, random.Random) else g.get_state()
+
+def _set_state(g, state):
+    if hasattr(g, 'bit_generator'): g.bit_generator.state = state
+    elif isinstance(g, random.Random): g.setstate(state)
+    else: g.set_state(state)
+
 # %% ../../nbs/checkpoint/01_position.ipynb #strm2
 @singledispatch
 def reordered(dl)->list:
@@ -42,15 +52,6 @@ def set_streams(dls, state:dict):
         text = f'the loaders had {len(states)} random generators, and have {len(own)}, which start anew'
         return warn('unused-state', text)
     for g,old in zip(own, states): _set_state(g, old)
-
-def _state(g):
-    if hasattr(g, 'bit_generator'): return g.bit_generator.state
-    return g.getstate() if isinstance(g, random.Random) else g.get_state()
-
-def _set_state(g, state):
-    if hasattr(g, 'bit_generator'): g.bit_generator.state = state
-    elif isinstance(g, random.Random): g.setstate(state)
-    else: g.set_state(state)
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c009
 def _with_state(dl):

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from fastcore.foundation import L
 from torch import Tensor
@@ -35,19 +36,26 @@ def are_plain(os):
     "Whether all of a list are numbers and texts, such as the losses of all steps: then it is taken in one go"
     return {*map(type, os)}<=plain_types
 
-def to_plain(o, at:str):
+def to_plain(o, at:str, exact=False):
     """`o` as plain data, which can be read without running code: containers are copied, tensors are not. ValueError if
-    it holds something else; `at` names it"""
-    if type(o) in plain_types: return o
+    it holds something else; `at` names it. exact: `unpacked` gives it back in its types, and others are refused"""
+    kind = type(o)
+    if kind in plain_types: return o
     if isinstance(o, Tensor): return o.detach() if is_sharded(o) else o.detach().as_subclass(Tensor)
-    if isinstance(o, dict): return {to_plain(k, at): to_plain(v, f'{at}/{k}') for k,v in o.items()}
-    if type(o) in (list,tuple) and are_plain(o): return o[:]
-    if isinstance(o, (list,tuple,deque,L)):
-        res = [to_plain(v, f'{at}/{i}') for i,v in enumerate(o)]
-        return tuple(res) if isinstance(o, tuple) else res
-    if hasattr(o, 'dtype') and hasattr(o, 'shape'): return torch.as_tensor(o) if o.shape else o.item()
-    why = f'{at}: a {type(o).__name__} is no plain data'
-    raise ValueError(f'{why}: keep numbers, texts and tensors in a checkpoint')
+    if isinstance(o, np.generic): return o.item()
+    if isinstance(o, np.ndarray):
+        items = torch.from_numpy(o.copy())
+        return dict(__type__='numpy', items=items) if exact else items
+    is_known = kind in (dict,list,tuple,L) or not exact and isinstance(o, (dict,list,tuple,deque))
+    why = f'{at}: a {kind.__name__} is no plain data'
+    need(is_known, f'{why}: keep numbers, texts, tensors, arrays, lists, tuples and dicts in a checkpoint')
+    if isinstance(o, dict): return {to_plain(k, at): to_plain(v, f'{at}/{k}', exact) for k,v in o.items()}
+    # one for each step of a fit: nobody walks over them
+    is_history = exact and kind is list and {*map(type, o)}=={float}
+    if is_history: return dict(__type__='floats', items=torch.tensor(o, dtype=torch.double))
+    if kind in (list,tuple) and are_plain(o): return o[:]
+    res = [to_plain(v, f'{at}/{i}', exact) for i,v in enumerate(o)]
+    return tuple(res) if isinstance(o, tuple) else res
 
 def on_cpu(o, copy:bool, memo:dict):
     """`o` with its tensors on the CPU, to be written. A view of a larger tensor is copied, or the whole storage
@@ -58,6 +66,51 @@ def on_cpu(o, copy:bool, memo:dict):
         if key not in memo: memo[key] = t.to('cpu', copy=copy or t.untyped_storage().nbytes()>t.nbytes)
         return memo[key]
     return map_tensors(o, move)
+
+# %% ../../nbs/checkpoint/00_snapshot.ipynb #c012
+def _publish(tmp, folder, info):
+    res = dict(info, format=format_version, time=time.time())
+    with whole_file(tmp/'manifest.json') as file: file.write_text(json.dumps(res | dict(crc32=_crc(res)), indent=1))
+    if isinstance(folder, Remote): return (folder/'manifest.json').put(tmp/'manifest.json')
+    _sync(tmp)
+    if folder.exists(): drop_snapshot(folder) # a damaged snapshot of the same name
+    tmp.rename(folder)
+    _sync(folder.parent)
+
+def _crc(manifest): return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+def _sync(folder):
+    fd = os.open(folder, os.O_RDONLY)
+    try: os.fsync(fd)
+    finally: os.close(fd)
+
+# %% ../../nbs/checkpoint/00_snapshot.ipynb #c012b
+def _not_written(e, folder):
+    why = f'{e.strerror}: the checkpoint was not written; earlier ones are as they were. Start again with resume=True'
+    return type(e)(e.errno, why, str(folder))
+
+# %% ../../nbs/checkpoint/00_snapshot.ipynb #c0w1
+class Writers:
+    """The ranks that write a snapshot: each its file, and the first one the manifest, when all files are on the disk.
+    token: the same on all, and another one each time: ranks that failed may have written more snapshots than others"""
+    def __init__(self, i:int, n:int, token):
+        self.token,self.n = token,n
+        self.first = i==0
+        if n==1: return
+        self.store,self.timeout = shared_store(),group_timeout()
+        self.keys = {r: f'snapshot/{token}/{r}' for r in range(1, n)}
+        self.own = self.keys.get(i)
+
+    def meet(self, files:dict)->dict:
+        """The sizes and checksums of all files, on the first rank; elsewhere those of this rank. `RankError` if
+        another rank has failed"""
+        if not self.first: self.store.set(self.own, json.dumps(files))
+        if not self.first or self.n==1: return files
+        found = wait_keys(self.store, self.keys, self.timeout)
+        late = f'not all ranks have written their files of a checkpoint in {self.timeout:g} s'
+        if found is None: raise RuntimeError(late)
+        for o in found: files = files | json.loads(o)
+        return files
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c011
 def write_snapshot(folder, parts:dict, info:dict, writers=None, keep=None):
@@ -86,61 +139,6 @@ def write_snapshot(folder, parts:dict, info:dict, writers=None, keep=None):
 
 def _write_part(path, state):
     with whole_file(path) as tmp: return save_sealed(state, tmp)
-
-# %% ../../nbs/checkpoint/00_snapshot.ipynb #c011b
-def _upload(tmp, files, folder, info, writers, after):
-    "Parts go into a folder of this attempt's own: the manifest, which names it, replaces an older one in one step"
-    for o in after: o.exception()
-    for o in files: (folder/writers.token/o).put(tmp/o)
-    return dict(info, parts=writers.token)
-
-def _write_part(path, state):
-    with whole_file(path) as tmp: return save_sealed(state, tmp)
-
-# %% ../../nbs/checkpoint/00_snapshot.ipynb #c0w1
-class Writers:
-    """The ranks that write a snapshot: each its file, and the first one the manifest, when all files are on the disk.
-    token: the same on all, and another one each time: ranks that failed may have written more snapshots than others"""
-    def __init__(self, i:int, n:int, token):
-        self.token,self.n = token,n
-        self.first = i==0
-        if n==1: return
-        self.store,self.timeout = shared_store(),group_timeout()
-        self.keys = {r: f'snapshot/{token}/{r}' for r in range(1, n)}
-        self.own = self.keys.get(i)
-
-    def meet(self, files:dict)->dict:
-        """The sizes and checksums of all files, on the first rank; elsewhere those of this rank. `RankError` if
-        another rank has failed"""
-        if not self.first: self.store.set(self.own, json.dumps(files))
-        if not self.first or self.n==1: return files
-        found = wait_keys(self.store, self.keys, self.timeout)
-        late = f'not all ranks have written their files of a checkpoint in {self.timeout:g} s'
-        if found is None: raise RuntimeError(late)
-        for o in found: files = files | json.loads(o)
-        return files
-
-# %% ../../nbs/checkpoint/00_snapshot.ipynb #c012
-def _publish(tmp, folder, info):
-    res = dict(info, format=format_version, time=time.time())
-    with whole_file(tmp/'manifest.json') as file: file.write_text(json.dumps(res | dict(crc32=_crc(res)), indent=1))
-    if isinstance(folder, Remote): return (folder/'manifest.json').put(tmp/'manifest.json')
-    _sync(tmp)
-    if folder.exists(): drop_snapshot(folder) # a damaged snapshot of the same name
-    tmp.rename(folder)
-    _sync(folder.parent)
-
-def _crc(manifest): return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
-
-def _sync(folder):
-    fd = os.open(folder, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
-
-# %% ../../nbs/checkpoint/00_snapshot.ipynb #c012b
-def _not_written(e, folder):
-    why = f'{e.strerror}: the checkpoint was not written; earlier ones are as they were. Start again with resume=True'
-    return type(e)(e.errno, why, str(folder))
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c018
 def read_manifest(folder:Path)->dict:
@@ -256,12 +254,9 @@ def drop_snapshot(folder):
     shutil.rmtree(tmp, ignore_errors=True)
 
 def prune(path, keep:int):
-    "Remove all good snapshots except the newest `keep`; remote ones too that were begun before, and never finished"
+    "Remove all good snapshots except the newest `keep`"
     good = [name for name,info in _manifests(path).items() if isinstance(info, dict)]
     for name in good[:-keep]: drop_snapshot(path/name)
-    if not isinstance(path, Remote): return
-    for folder in snapshots(path, False):
-        if folder.name<good[-1]: drop_snapshot(folder)
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c026b
 def lock_folder(path:Path):
@@ -293,7 +288,9 @@ def open_folder(path, resume:bool, make=True):
     if not make: return None
     if isinstance(path, Remote): # what cannot be written is an error now, and not after an epoch
         with written(path/'.begun') as file: file.write_text(str(os.getpid()))
-        return (path/'.begun').remove()
+        (path/'.begun').remove()
+        for folder in snapshots(path, False): drop_snapshot(folder)
+        return None
     path.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(path)
     for folder in path.glob('.epoch_*.tmp'): shutil.rmtree(folder, ignore_errors=True)

@@ -23,7 +23,7 @@ from ..core.env import count,current_group,everyones,group_size
 from ..core.env import noting_loops,process_group,shared_store
 from ..core.lending import replaced
 from ..core.shards import exchange_params,groups_of,is_sharded,load_model,need_values,on_meta
-from ..core.shards import optimizers_in,shard_of,state_part,full_tensor
+from ..core.shards import has_parts,optimizers_in,shard_of,state_part,full_tensor
 from ..core.weights import load_weights
 from ..core.stacks import need,warn
 from ..data.loaders import call_model
@@ -143,22 +143,6 @@ def find_blocks(model, blocks)->list:
             raise ValueError(f'{what}: leave it to the rest of the model, or give the module that holds both')
     return groups
 
-# %% ../../nbs/distributed/09_sharded.ipynb #h3f650b5
-def check_model(model, known=()):
-    """ValueError for a model that cannot be sharded, before anything is changed; `known`: names of weights that a file
-    has"""
-    need_values(model, known)
-    for k,p in model.named_parameters():
-        why = _refused(p)
-        need(why is None, f'shard=: {k} {why}')
-
-def _refused(p):
-    if isinstance(p, nn.parameter.UninitializedParameter):
-        return 'has no size yet: run a batch through the model before the context'
-    if is_sharded(p): return 'is a DTensor already: a model that is sharded by hand trains in a loop by hand'
-    if not p.ndim: return 'is a single number, which cannot be cut: make it a tensor of shape (1,)'
-    if not p.is_contiguous(): return 'is not contiguous: model.to(memory_format=torch.contiguous_format)'
-
 # %% ../../nbs/distributed/09_sharded.ipynb #hf17431c
 class Passes:
     """The forward passes of a sharded model, each of which gathers weights from all ranks. In evaluation a rank says
@@ -258,12 +242,15 @@ class Sharded(Trained):
         self.offload = offload_of(device) if opts.offload else None
         self.file = {}
         if opts.weights: self.file = with_shared(self.model, load_weights(opts.weights, mapped=True)[0])
-        check_model(self.model, self.file)
+        need_values(self.model, self.file)
+        found = 'shard=: the model has DTensors already'
+        need(not has_parts(self.model), f'{found}: what is sharded by hand trains in a loop by hand')
         # lists of modules that are gathered together
         self.groups = [*find_blocks(self.model, opts.blocks),[self.model]]
         self.blocks = [*chain(*self.groups)]
         self.passes = Passes(self.model, self.blocks, engine.anyone)
         self.pairs = [] # (parameter before, its part)
+        self.holders = () # (module, name, parameter) before
         self.checked = False # Whether all weights had a gradient in this fit's first step
 
     def shard(self):
@@ -376,7 +363,7 @@ class Sharded(Trained):
         no values before the context have none after it. Sync point"""
         pairs,self.pairs = self.pairs,[]
         self.passes.unwatch()
-        if not pairs: return
+        if not self.holders: return # also of a model that FSDP2 has refused
         from torch.distributed.fsdp import FSDPModule
         opt = self.learn.opt
         with any_group() as here:
