@@ -85,6 +85,18 @@ def state_of_rank(cbs, states:list, rank:int, adds_up:bool)->dict:
             res[k][name] = torch.zeros_like(whole) if rank else whole
     return res
 
+# %% ../../nbs/checkpoint/02_callback_state.ipynb #c010
+def check_model(model:torch.nn.Module, state:dict, source):
+    "Raise ValueError if names or shapes differ, before anything is loaded"
+    def shapes(state): return {k:tuple(v.shape) for k,v in state.items() if isinstance(v, torch.Tensor)}
+    own,other = shapes(model.state_dict()),shapes(state)
+    found = []
+    for k in own|other:
+        a,b = other.get(k, 'missing'),own.get(k, 'missing')
+        if a!=b: found.append(f'{k}: {a} in the checkpoint, {b} here')
+    if len(found)>5: found[5:] = ['…']
+    need(not found, f'{source} is of another model. {"; ".join(found)}')
+
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #cks02
 def horizons(cbs)->dict:
     "The number of steps or epochs that each schedule among the callbacks is made for (`horizon`), by name"

@@ -28,7 +28,7 @@ from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.losses import loss_over
 from ..learner.techniques import trained_weights
-from .callback_state import check_run,config_changes,load_states
+from .callback_state import check_model,check_run,config_changes,load_states
 from .callback_state import horizons,state_of_rank,settle,states_of,unpacked
 from .position import PlacedLoader,end,go_back,place_in_epoch,set_streams,streams_now,validation
 from .snapshot import Found,Writers,on_cpu,to_plain
@@ -213,9 +213,9 @@ class FitState:
         check_run(found.info['config'], self.config, at, self.n_fit, self.source)
         model = found.parts['model']
         state = found.parts['state']
+        check_model(self.model, model, self.source)
         self.check_context(at)
-        try: load_model(self.model, model)
-        except RuntimeError as e: raise ValueError(f'{self.source} is of another model. {e}') from e
+        load_model(self.model, model)
         opt,self.loaded = state.pop('opt'),on_cpu(state, True, {}) # not in the memory of a file
         # torch's do it themselves
         if not isinstance(learn.opt, torch.optim.Optimizer): opt = to_device(opt, next(self.model.parameters()).device)
