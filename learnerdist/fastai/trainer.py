@@ -38,7 +38,7 @@ from ..distributed.trainer import Adapter,AfterOthers
 from .loaders import ShareDL
 from ..learner.callback import Callback,cancels,inner_events
 from ..learner.learner import check_targets
-from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,n_items,recorded_items,weighted
+from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,recorded_items,weighted
 from ..learner.metrics import Batches,Rows,Sums,reduction
 from ..learner.recorder import as_totals
 from ..learner.techniques import meet_in_step
@@ -213,8 +213,7 @@ class EpochLosses:
         "Add the loss of a part; in `lr_find` average that of the step over ranks. Sync point in `lr_find`"
         learn,loop = self.engine.learn,self.engine.loop
         has_loss = has_loss and not learn.repeated
-        n = n_items(learn) if has_loss else 0
-        if has_loss and not (getattr(n, 'is_cpu', True) and n): n = recorded_items(learn, n)
+        n = recorded_items(learn) if has_loss else 0
         total = weighted(learn.loss.detach().mean(), n)
         # with has_loss, since a batch of which no item counts has the loss NaN
         self.parts.append((total,n,has_loss))

@@ -298,8 +298,10 @@ def n_items(learn, over=None):
     if not isinstance(n, Tensor): return n
     return n.detach().to(wide_dtype(n.device))
 
-def recorded_items(learn, n):
-    "`n` items, but next to nothing for a loss of 0 over none: if nobody has one, 0 is recorded, and not 0/0"
+def recorded_items(learn):
+    "As `n_items`, but next to nothing for a loss of 0 over none: if nobody has one, 0 is recorded, and not 0/0"
+    n = n_items(learn)
+    if getattr(n, 'is_cpu', True) and n: return n # without asking a device
     loss = learn.loss.detach().mean()
     n = torch.as_tensor(n, dtype=wide_dtype(loss.device), device=loss.device)
     return n.where((n!=0)|(loss!=0), torch.finfo(n.dtype).tiny)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.env import is_rank0,wide_dtype
 from ..core.stacks import need,warn
 from ..data.loaders import data_len
-from .losses import batch_rows,n_items,recorded_items,unread_loss,weighted
+from .losses import batch_rows,recorded_items,unread_loss,weighted
 from .callback import Callback,Order
 from .learner import defaults
 from .metrics import AvgLoss,mk_metrics
@@ -107,8 +107,7 @@ class Recorder(Callback):
         if self.n_before==learn.train_iter and not loop.more_parts: return # it is recorded
         part = 0.,0,0
         if n:
-            items = n_items(learn)
-            if not (getattr(items, 'is_cpu', True) and items): items = recorded_items(learn, items)
+            items = recorded_items(learn)
             part = weighted(learn.loss, items),items,n
         self.parts.append(part)
         if loop.more_parts: return
