@@ -569,6 +569,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'learnerdist.core.remote.written': ('core/remote.html#written', 'learnerdist/core/remote.py')},
             'learnerdist.core.shards': { 'learnerdist.core.shards._cut': ('core/shards.html#_cut', 'learnerdist/core/shards.py'),
                                          'learnerdist.core.shards.a_part': ('core/shards.html#a_part', 'learnerdist/core/shards.py'),
+                                         'learnerdist.core.shards.all_params': ( 'core/shards.html#all_params',
+                                                                                 'learnerdist/core/shards.py'),
                                          'learnerdist.core.shards.come_together': ( 'core/shards.html#come_together',
                                                                                     'learnerdist/core/shards.py'),
                                          'learnerdist.core.shards.exchange_params': ( 'core/shards.html#exchange_params',

@@ -9,6 +9,7 @@ __all__ = []
 import copy
 from collections.abc import MutableMapping
 from functools import partial
+from itertools import chain
 
 import torch
 from fastcore.foundation import L
@@ -186,6 +187,11 @@ def exchange_params(opt, new:dict, f):
     for o in optimizers_in(opt): # fastai's Lookahead, which has no parameters of its own
         if vars(o).get('slow_weights') is not None:
             o.slow_weights = L(L(map(f, ps, ts)) for ps,ts in zip(o.param_lists, o.slow_weights))
+
+# %% ../../nbs/core/05_shards.ipynb #allp02
+def all_params(model, opt)->list:
+    "The parameters of a model and of an optimizer, each once"
+    return [*dict.fromkeys(chain(model.parameters(), *groups_of(opt)))]
 
 # %% ../../nbs/core/05_shards.ipynb #h7c2400e
 def state_part(p, t):

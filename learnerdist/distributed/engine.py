@@ -20,7 +20,7 @@ from ..core.env import group_rank,group_size,group_timeout,next_phase
 from ..core.env import process_group
 from ..core.lending import lend,replaced
 from ..core.random import rng_state,seed_streams,set_rng_state
-from ..core.shards import groups_of,is_sharded,on_meta
+from ..core.shards import all_params,is_sharded,on_meta
 from ..core.stacks import frames_of,need,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_device
@@ -570,8 +570,7 @@ class Engine(Runner):
         "The parameters of the model and of the optimizer"
         # fastai's learner has the replica in its place during a forward pass
         model = get_model(self.replica.model if self.replica else self.learn.model)
-        every = [*model.parameters(),*[p for g in groups_of(self.learn.opt) for p in g]]
-        return [*{id(p): p for p in every}.values()]
+        return all_params(model, self.learn.opt)
 
 # Moments outside of batches, as random streams are seeded by them
 _before,_between = -6,-7

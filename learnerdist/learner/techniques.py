@@ -22,7 +22,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..core.compat import foreach_mul
 from ..core.lending import replaced
-from ..core.shards import groups_of,has_parts,is_sharded,local_part,state_part,full_tensor
+from ..core.shards import all_params,groups_of,has_parts,is_sharded,local_part,state_part,full_tensor
 from ..core.stacks import need
 from ..data.distributed_dl import reindexed
 from ..data.loaders import LoaderWrapper,apply,batch_shape,data_len
@@ -264,8 +264,7 @@ class GradientAccumulation(Callback):
         is_one = not isinstance(k, torch.Tensor) and k==1
         if is_one: return
         # a callback may have an optimizer for some parameters of the model
-        params = {*get_model(self.model).parameters(),*chain(*groups_of(self.opt))}
-        scale_grads(params, k)
+        scale_grads(all_params(get_model(self.model), self.opt), k)
 
     def before_step(self):
         if not self.stepping: raise CancelBatchException
