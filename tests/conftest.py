@@ -1,4 +1,5 @@
 "Every test runs in a leak check; tests marked `cuda` are skipped where there is no GPU"
+from gpus import visible # first
 import functools
 import signal
 import pytest,torch
@@ -37,7 +38,7 @@ def no_leak():
     assert changed(before)=={}
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available(): return
+    if visible: return
     skip = pytest.mark.skip(reason='no GPU here')
     for o in items:
         if 'cuda' in o.keywords: o.add_marker(skip)

@@ -5,6 +5,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import connection
 from pathlib import Path
 from types import ModuleType
+from gpus import hidden
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
@@ -96,7 +97,7 @@ launcher = sys.executable,'-m','learnerdist.launch'
 def environment(**kw):
     "Of a process that no launcher has started"
     drop = 'PYTHONHASHSEED CUDA_VISIBLE_DEVICES OMP_NUM_THREADS RANK WORLD_SIZE LOCAL_RANK MASTER_PORT LEARNERDIST_MEMORY'.split()
-    return {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root)) | kw
+    return {k:v for k,v in os.environ.items() if k not in drop} | hidden | dict(PYTHONPATH=str(root)) | kw
 
 class Fork:
     """A process that calls a function: a fork of this one, which has imported torch. So the launcher starts without the 3 s of CPU

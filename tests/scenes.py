@@ -388,7 +388,7 @@ def make(c, W=1, rank=0):
         torch.manual_seed(100+rank)
         model,loss = c['model'](),c['loss']
         if isinstance(loss, type) or loss is weighted_ce: loss = loss()
-        if isinstance(loss, nn.Module): loss = copy.deepcopy(loss).to(default_device(), c['dtype'])
+        if isinstance(loss, nn.Module): loss = copy.deepcopy(loss).to(c['dtype'])
         own = list(loss.parameters()) if isinstance(loss, nn.Module) else []
         ds,val = c['ds'](c['n']),(c['val_ds'] or c['ds'])(c['n_valid'])
     split = c['ctx'].get('split_batches')

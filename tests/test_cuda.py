@@ -3,6 +3,7 @@
 Where there is no GPU, on simulated ones."""
 import functools
 from functools import partial
+from gpus import visible
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -13,7 +14,7 @@ from learnerdist import testing
 from scenes import classes, make, normed, scene
 from simulated_gpu import SimulatedGPU, is_possible
 
-pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() or is_possible), reason='needs a GPU, or a newer torch')
+pytestmark = pytest.mark.skipif(not (visible or is_possible), reason='needs a GPU, or a newer torch')
 
 class Sees(Callback):
     "Where batches and weights are, and of which class BatchNorm layers are"
@@ -51,9 +52,11 @@ def rank_run(kws, own=False):
     if own: teardown_distrib()
     return res,backend,is_open
 
+on_gpus,on_one_gpu = ({'CUDA_VISIBLE_DEVICES': ','.join(visible[:n])} for n in (None,1))
+
 def run_ranks(func, W, *args, env=None, **kw):
-    "On two GPUs, or in `env` on one; on simulated ones where there is none"
-    if torch.cuda.is_available(): return testing.run_ranks(func, W, *args, env=env, **kw)
+    "On all GPUs, or with `env` on one; on simulated ones where there is none"
+    if visible: return testing.run_ranks(func, W, *args, env=on_one_gpu if env else on_gpus, **kw)
     return testing.run_ranks(rank_simulated, W, 1 if env else 2, func, args, kw)
 
 def rank_simulated(n, func, args, kw):
@@ -65,7 +68,7 @@ def rank_alone(kws): return [run(k) for k in kws]
 def alone(): return run_ranks(rank_alone, 1, kws)[0]
 
 def test_alone_on_the_gpu():
-    cpu, = testing.run_ranks(rank_alone, 1, kws, env=dict(CUDA_VISIBLE_DEVICES=''))
+    cpu, = testing.run_ranks(rank_alone, 1, kws)
     for a,b in zip(alone(), cpu, strict=True): same(a, b)
     for o in alone(): assert o['seen']==['cuda:0'] and o['classes'] in ([], ['BatchNorm1d/False'])
 
@@ -75,9 +78,9 @@ def test_nccl_in_a_group_of_one_that_the_user_opened():
     for a,b in zip(got, alone()): same(a, b)
     assert all(o['seen']==['cuda:0'] for o in got)
 
-two_gpus = pytest.param('nccl', {}, marks=pytest.mark.skipif(torch.cuda.device_count()==1, reason='needs two GPUs'))
+two_gpus = pytest.param('nccl', {}, marks=pytest.mark.skipif(len(visible)==1, reason='needs two GPUs'))
 
-@pytest.mark.parametrize('backend,env', [('gloo', dict(CUDA_VISIBLE_DEVICES=0)), two_gpus])
+@pytest.mark.parametrize('backend,env', [('gloo', on_one_gpu), two_gpus])
 def test_two_ranks_on_one_gpu_and_on_two(backend, env):
     for r,(got,used,_) in enumerate(run_ranks(rank_run, 2, kws, env=env)):
         assert backend in used and got[1]['kinds'][1]=='BatchNorm1d'
@@ -85,7 +88,7 @@ def test_two_ranks_on_one_gpu_and_on_two(backend, env):
         assert all(o['seen']==[f'cuda:{0 if env else r}'] for o in got)
 
 def test_sync_bn_is_torchs_on_the_gpu():
-    for got,*_ in run_ranks(rank_run, 2, ['bn','local_bn'], env=dict(CUDA_VISIBLE_DEVICES=0)):
+    for got,*_ in run_ranks(rank_run, 2, ['bn','local_bn'], env=on_one_gpu):
         on,off = got
         assert any(o.endswith('/True') for o in on['classes']) and off['classes']==['BatchNorm1d/False'] and on['kinds']==off['kinds']
 
@@ -97,7 +100,7 @@ def rank_pinned():
         return b[0].is_pinned(),str(learn.dls.device),str(learn.dls.one_batch()[0].device)
 
 def test_pinned_memory():
-    for pinned,device,batch in run_ranks(rank_pinned, 2, env=dict(CUDA_VISIBLE_DEVICES=0)): assert pinned and device==batch=='cuda:0'
+    for pinned,device,batch in run_ranks(rank_pinned, 2, env=on_one_gpu): assert pinned and device==batch=='cuda:0'
 
 def rank_device():
     res = [str(default_device())]
@@ -126,7 +129,7 @@ def rank_streams():
     return masks,torch.rand(2, device='cuda').tolist()
 
 def test_random_streams_on_the_gpu():
-    (m0,after0),(m1,after1) = run_ranks(rank_streams, 2, env=dict(CUDA_VISIBLE_DEVICES=0))
+    (m0,after0),(m1,after1) = run_ranks(rank_streams, 2, env=on_one_gpu)
     assert m0!=m1 and after0==after1
 
 def rank_files(path):
@@ -141,4 +144,4 @@ def rank_files(path):
     return {str(v.device) for v in learn.model.state_dict().values()},all(torch.isfinite(p).all().item() for p in learn.model.parameters())
 
 def test_files_from_the_gpu(tmp_path):
-    for devices,finite in run_ranks(rank_files, 2, tmp_path, env=dict(CUDA_VISIBLE_DEVICES=0)): assert finite and len(devices)==1
+    for devices,finite in run_ranks(rank_files, 2, tmp_path, env=on_one_gpu): assert finite and len(devices)==1

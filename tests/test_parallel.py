@@ -1,4 +1,5 @@
 "The DataParallel wrapper comes with a fit and goes with it; `reset` reaches a recurrent model through either wrapper"
+from gpus import visible
 import pytest, torch
 from torch import nn
 from torch.nn.parallel import DataParallel
@@ -118,12 +119,16 @@ def in_two_ranks():
 
 def test_several_gpus_in_each_of_several_ranks_are_refused(): run_ranks(in_two_ranks, 2)
 
-@pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count()<2, reason='needs two GPUs')
-def test_two_gpus_train_the_same_weights():
+def rank_two_gpus():
     plain,spy = make(),Spy()
     plain.fit(2)
     learn = make(cbs=spy)
     with learn.parallel_ctx(): learn.fit(2)
-    assert spy.seen['after_batch'] is DataParallel
-    torch.testing.assert_close(learn.model.weight.cpu(), plain.model.weight.cpu(), atol=1e-5, rtol=1e-5)
+    return spy.seen['after_batch'] is DataParallel,learn.model.weight.cpu(),plain.model.weight.cpu()
+
+@pytest.mark.cuda
+@pytest.mark.skipif(len(visible)<2, reason='needs two GPUs')
+def test_two_gpus_train_the_same_weights():
+    (is_parallel,got,want), = run_ranks(rank_two_gpus, 1, env=dict(CUDA_VISIBLE_DEVICES=','.join(visible)))
+    assert is_parallel
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

@@ -12,7 +12,8 @@ from learnerdist.core.compat import fsdp_on_cpu,tree_leaves
 from learnerdist.core.shards import local_part
 from learnerdist.learner.losses import batch_rows
 from learnerdist.launch import cli
-from learnerdist.plan import main,plan
+from learnerdist.core.env import planned_group
+from learnerdist.plan import Traffic,main,plan
 from learnerdist.testing import run_ranks
 
 N,BS = 220,16
@@ -103,6 +104,12 @@ def test_real_ranks(tmp_path, W, kind, ctx, acc):
     if sharded: assert any(k.startswith('rows_0 … rows_') for k in found.files)
     else: assert found.files==pytest.approx(files, rel=.05, abs=3000) # the Recorder and the callbacks are in a state, too
     assert sum(found.files.values())==pytest.approx(sum(files.values()), rel=.05)
+
+def test_one_row_of_all_ranks():
+    "As torch's SyncBatchNorm gathers its statistics on a GPU"
+    got = torch.zeros(1, 6)
+    with planned_group(2), Traffic() as traffic: dist.all_gather_into_tensor(got, torch.ones(3))
+    assert got.sum()==6 and traffic.n_bytes=={'all-gather': got.nbytes}
 
 def fit(learn, **kw):
     with learn.distrib_ctx(**kw): learn.fit(1)

@@ -78,7 +78,7 @@ def add_grads(a:dict, b:dict)->dict:
         elif a[p].layout==g.layout==torch.strided:
             sums.append(a[p])
             terms.append(g)
-        else: a[p] = a[p]+g # sparse
+        else: a[p] = (a[p]+g).coalesce() # sparse; rows that come twice a GPU would add up in any order
     if sums: foreach_add(sums, terms)
     return a
 

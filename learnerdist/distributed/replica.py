@@ -134,7 +134,7 @@ class PartSums:
     def _add_sparse(self, bucket): # of one parameter; it has no `gradients`
         p, = bucket.parameters()
         for found in self.pending:
-            if p in found: bucket.set_buffer(bucket.buffer()+found[p])
+            if p in found: bucket.set_buffer((bucket.buffer()+found[p]).coalesce())
 
 def _plain(hook):
     def register(ddp, links, parts=None):

@@ -478,9 +478,11 @@ class Learner:
         for g,o in zip(self.opt.param_groups, group_lrs(lr, len(self.opt.param_groups))): g['lr'] = o
 
     def prepare_model(self):
-        "Move the model to its device. ValueError for one on the meta device, which has no values"
+        """Move the model to its device, and a loss that is a module, such as one with class weights. ValueError for a
+        model on the meta device, which has no values"""
         need_values(get_model(self.model))
         get_model(self.model).to(self.device)
+        if isinstance(self.loss_func, torch.nn.Module): self.loss_func.to(self.device)
 
     def create_opt(self):
         "Make a new optimizer over the model's parameter groups. ValueError if no parameter is trainable"

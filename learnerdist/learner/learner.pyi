@@ -263,7 +263,8 @@ class Learner:
         reset_opt: as in `fit`"""
 
     def prepare_model(self):
-        """Move the model to its device. ValueError for one on the meta device, which has no values"""
+        """Move the model to its device, and a loss that is a module, such as one with class weights. ValueError for a
+        model on the meta device, which has no values"""
 
     def create_opt(self):
         """Make a new optimizer over the model's parameter groups. ValueError if no parameter is trainable"""
