@@ -14,6 +14,7 @@ import torch.distributed as dist
 from common import all_close,bars,main,now,on_ranks,processor,quartiles,ratio_text,ratios,slowest,table,together,turns,verdict
 from growth import vote
 from learnerdist.all import MixedPrecision
+from learnerdist.core.compat import sync_buffers
 from learnerdist.core.env import default_device,in_group,process_group,setup_distrib,teardown_distrib
 from learnerdist.core.shards import full_tensor
 from learnerdist.distributed.vote_links import GlooLinks,open_links
@@ -50,7 +51,7 @@ def by_hand(task, stack, opt_func=None, cast=False, compiled=False):
     "The loop by hand over DDP, with autocast, or with `torch.compile`"
     model = task.model()
     ids = [task.device.index] if task.device.type=='cuda' else None
-    ddp = DistributedDataParallel(model, device_ids=ids, forward_sync_buffers=False) if in_group() else model
+    ddp = DistributedDataParallel(model, device_ids=ids, **{sync_buffers: False}) if in_group() else model
     called = torch.compile(ddp, **compiler) if compiled else ddp
     def run(x):
         with torch.autocast(**bf16, enabled=cast): return called(x).float()

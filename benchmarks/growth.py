@@ -15,6 +15,7 @@ from common import main,on_ranks,quartiles,save_plot,table,together,turns,verdic
 from learnerdist.all import TfmdDL
 from learnerdist.core.collectives import gather_rows
 from learnerdist.distributed.vote_links import Message,cast
+from learnerdist.core.compat import sync_buffers
 from learnerdist.core.env import current_group,group_rank,group_size,in_group,process_group
 from learnerdist.distributed.vote_links import GlooLinks,Links,open_links
 from learnerdist.distributed.replica import SharedMean
@@ -72,7 +73,7 @@ def nothing(state, bucket):
 def local_steps(task, secs):
     "A way whose steps compute and read their batch, within DDP, and exchange nothing; the seconds of each are added to `secs`"
     plain,dl = task.model(),TfmdDL(task.data(), task.bs)
-    m = DistributedDataParallel(plain, forward_sync_buffers=False) if in_group() else plain
+    m = DistributedDataParallel(plain, **{sync_buffers: False}) if in_group() else plain
     if in_group(): m.register_comm_hook(None, nothing)
     opt = sgd(plain.parameters(), lr)
     def way():

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from common import all_close,bars,main,now,on_ranks,peer,quartiles,ratio_text,ratios,slowest,table,turns,verdict
 from learnerdist.core.collectives import all_sum
+from learnerdist.core.compat import sync_buffers
 from learnerdist.all import DataLoaders,Learner,ProgressCallback # all: with every callback that users have
 from learnerdist.data.loaders import to_device
 from learnerdist.core.env import default_device,group_rank,group_size,in_group,process_group
@@ -82,7 +83,7 @@ def loop(task, model, opt, dl, backward=lambda loss: loss.backward()):
 def bare(task, stack):
     model = task.model()
     ids = [task.device.index] if task.device.type=='cuda' else None
-    ddp = DistributedDataParallel(model, device_ids=ids, forward_sync_buffers=False) if in_group() else model
+    ddp = DistributedDataParallel(model, device_ids=ids, **{sync_buffers: False}) if in_group() else model
     return model,partial(loop, task, ddp, sgd(model.parameters(), lr), plain_loader(task.data(), task.bs))
 
 def plain_loader(data, bs):

@@ -1,13 +1,14 @@
 """On a GPU: nccl, two ranks that share one GPU over gloo, pinned memory, the device of batches, `device`, SyncBatchNorm
 
-Where there is no GPU, on simulated ones."""
-import functools
+Where there is no GPU, on simulated ones; but the last part needs a real one."""
+import functools, os, signal, time
 from functools import partial
 from gpus import visible
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-import scenes
+import scenes, test_bits
+from gpu_scenes import of_fastai, of_table, stories, table_on
 from harness import close
 from learnerdist.all import Callback, accuracy, default_device, group_rank, group_size, process_group, setup_distrib, teardown_distrib
 from learnerdist import testing
@@ -145,3 +146,65 @@ def rank_files(path):
 
 def test_files_from_the_gpu(tmp_path):
     for devices,finite in run_ranks(rank_files, 2, tmp_path, env=on_one_gpu): assert finite and len(devices)==1
+
+# --- a real GPU: the real nccl, between ranks that share it -------------------------------------------------------------
+
+real = pytest.mark.skipif(not visible, reason='needs a real GPU')
+
+def over_nccl(func, *args):
+    "nccl refuses two ranks on a GPU, unless each is on a machine of its own, as far as it knows: it connects these by sockets"
+    os.environ |= dict(NCCL_HOSTID=os.environ['RANK'], NCCL_NET='Socket', NCCL_SOCKET_IFNAME='lo')
+    setup_distrib(backend='cpu:gloo,cuda:nccl', timeout_s=60)
+    try: return func(*args)
+    finally: teardown_distrib()
+
+def plainly(func, *args): return func(*args)
+
+# fastai's first script draws its dropout on the device
+trainings = [o for o in (*of_table,*stories,*of_fastai) if 'script' not in o]
+
+@real
+@pytest.mark.parametrize('W,how', [(1, plainly), (1, over_nccl), (2, plainly), (2, over_nccl)])
+def test_trainings_are_those_of_the_cpu(tmp_path, W, how):
+    cpu, = testing.run_ranks(table_on, 1, trainings, tmp_path/'cpu', 0, timeout_s=200)
+    for got in testing.run_ranks(how, W, table_on, trainings, tmp_path/'gpu', 0, timeout_s=300, env=on_one_gpu):
+        for k in trainings: close(got[k]['got'], cpu[k]['got'], of_table.get(k, {}).get('tol', 1e-6), k)
+
+def rank_bits():
+    torch.use_deterministic_algorithms(True)
+    return scenes.rank_runs([*test_bits.scenes], test_bits.of_these)
+
+@real
+def test_bits_over_nccl():
+    alone,*others = [testing.run_ranks(how, W, rank_bits, timeout_s=300, env=dict(on_one_gpu, CUBLAS_WORKSPACE_CONFIG=':4096:8'))
+                     for W,how in ((1, plainly), (2, plainly), (2, over_nccl), (4, over_nccl))]
+    for ranks in others:
+        for got in ranks:
+            for k in test_bits.scenes: close(got[k], alone[0][k], 0, k)
+
+class FailOn1(Callback):
+    "In the fourth backward pass, before its gradients travel"
+    def __init__(self, act): self.act,self.n = act,0
+    def before_fit(self): self.handle = next(self.learn.model.parameters()).register_hook(self.count)
+    def count(self, grad):
+        self.n += 1
+        if self.n==4 and group_rank(): self.act()
+
+def no_luck(): raise KeyError('no luck')
+def killed(): os.kill(os.getpid(), signal.SIGKILL)
+def late(): time.sleep(12)
+
+def rank_fails(act, options):
+    learn,begin = make(of(), group_size(), group_rank()),time.time()
+    try:
+        with learn.no_logging(), learn.distrib_ctx(seed=1, timeout_s=6, **options): learn.fit(2, cbs=FailOn1(act))
+    except Exception as e: return type(e).__name__,str(e),time.time()-begin
+
+@real
+@pytest.mark.parametrize('options', [{}, dict(max_bs=2)])
+@pytest.mark.parametrize('act,name,words', [
+    (no_luck, 'RankError', 'rank 1 failed with KeyError'), (killed, 'RankError', 'rank 1 ended by SIGKILL'),
+    (late, 'TimeoutError', 'rank 1')])
+def test_a_rank_fails_while_nccl_waits(act, name, words, options):
+    got,_ = testing.run_ranks(over_nccl, 2, rank_fails, act, options, env=on_one_gpu, errors='return', timeout_s=60)
+    assert got[0]==name and words in got[1] and got[2]<12, got
