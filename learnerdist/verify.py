@@ -279,6 +279,7 @@ def record_fit(folder:Path, how:dict, func, args):
     record = Recording(folder, **how)
     old_type = torch.get_default_dtype()
     seed_streams(0)
+    torch.backends.cudnn.deterministic = True # else convolutions on a GPU are not even the same twice
     engine.context_callbacks.append(record)
     out = io.StringIO()
     with warnings.catch_warnings(record=True) as warned, redirect_stdout(out), redirect_stderr(out):

@@ -21,7 +21,9 @@ def learner(model=None, loss=None, train=None, valid=None, metrics=accuracy, **k
     dls = DataLoaders(train or TfmdDL(data(), 4, shuffle=True), valid or TfmdDL(data(13), 4))
     return Learner(dls, model or mlp(), loss or nn.CrossEntropyLoss(), lr=.05, metrics=metrics, **kw)
 
-def plain(): return learner()
+def plain():
+    assert torch.backends.cudnn.deterministic
+    return learner()
 def two_fits():
     learn = learner(mlp(nn.BatchNorm1d(8)), train=TfmdDL(data(), 4, shuffle=True), opt_func=torch.optim.SGD)
     with learn.distrib_ctx(seed=1): learn.fit_one_cycle(3, .1, cbs=GradientAccumulation(8))
