@@ -1,10 +1,12 @@
-"""A step of 256 samples in micro-batches of 32, on 2 ranks: `distrib_ctx(global_bs=256, max_bs=32)` beside accumulation by hand with DDP,
-and beside `GradientAccumulation`. The processor's seconds of a rank, paired by rounds. Nothing is kept.
+"""A step in micro-batches, on 2 ranks: `distrib_ctx(global_bs=256, max_bs=32)` beside accumulation by hand with DDP, and beside
+`GradientAccumulation`; for a small network, and for a ResNet-18. The processor's seconds of a rank, paired by rounds. Nothing is kept.
 
     python benchmarks/micro_batches.py [rounds]
 """
 import sys
+from functools import partial
 from time import process_time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,26 +17,46 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnerdist.all import Callback, DataLoaders, GradientAccumulation, Learner, group_rank, group_size, process_group
 from learnerdist.testing import run_ranks
+from learnerdist.core.compat import sync_buffers
 from common import all_close, ratio_text, ratios
+from step_time import resnet
 
 n_rounds = int(sys.argv[1]) if sys.argv[1:] else 7
-G,m,n_steps,width = 256,32,40,768
+width = 768
 
-def model():
-    torch.manual_seed(0)
+def mlp():
     hidden = [o for _ in range(2) for o in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *hidden, nn.Linear(width, 10))
 
-def data():
-    g = torch.Generator().manual_seed(1)
-    x = torch.randn(G*n_steps, 64, generator=g)
-    return TensorDataset(x, x[:,:10].argmax(1))
+class Case(NamedTuple):
+    func:object  # Makes the model
+    shape:tuple  # Of a sample
+    G:int        # Samples of a step of all ranks
+    m:int        # At most in a micro-batch
+    n_steps:int  # Of a round
+    lr:float
+    tol:float    # Of weights after a round
+    norm:bool=False # Whether it has BatchNorm: then it matters which samples are in a micro-batch
+    def model(self):
+        torch.manual_seed(0)
+        return self.func()
+    def data(self):
+        g = torch.Generator().manual_seed(1)
+        x = torch.randn(self.G*self.n_steps, *self.shape, generator=g)
+        return TensorDataset(x, x.flatten(1)[:,:10].argmax(1))
+    def own(self):
+        "This rank's samples, as they are dealt over micro-batches"
+        V,W = self.G//self.m,group_size()
+        parts = [t.view(self.n_steps, self.m, V, *t.shape[1:]).transpose(1, 2) for t in self.data().tensors]
+        return TensorDataset(*[t.chunk(W, 1)[group_rank()].flatten(0, 2) for t in parts])
 
-def by_hand():
+cases = dict(mlp=Case(mlp, (64,), 256, 32, 40, .05, 1e-5), resnet18=Case(resnet, (3,64,64), 32, 4, 4, .001, 1e-4, norm=True))
+
+def by_hand(case):
     "torch's DDP, a loop, and `no_sync` in all micro-batches of a step but the last"
-    W,ddp = group_size(),DistributedDataParallel(model())
-    opt,x,y = torch.optim.SGD(ddp.parameters(), .05),*[t[group_rank()::W] for t in data().tensors]
-    dl,n = DataLoader(TensorDataset(x, y), m),G//W//m
+    W,ddp = group_size(),DistributedDataParallel(case.model(), **{sync_buffers: False})
+    opt = torch.optim.SGD(ddp.parameters(), case.lr)
+    dl,n = DataLoader(case.own(), case.m),case.G//W//case.m
     def fit():
         for i,(xb,yb) in enumerate(dl):
             ddp.require_backward_grad_sync = last = i%n==n-1
@@ -50,31 +72,32 @@ class Clock(Callback):
     def before_train(self): self.begin = process_time()
     def after_train(self): self.seconds = process_time()-self.begin
 
-def learner(bs, *cbs, **ctx):
-    learn = Learner(DataLoaders(DataLoader(data(), bs)), model(), F.cross_entropy, torch.optim.SGD, lr=.05, cbs=[Clock(),*cbs])
+def learner(case, bs, *cbs, **ctx):
+    dls = DataLoaders(DataLoader(case.data(), bs))
+    learn = Learner(dls, case.model(), F.cross_entropy, torch.optim.SGD, lr=case.lr, cbs=[Clock(),*cbs])
     learn.logger = lambda line: None
-    return learn,learn.distrib_ctx(seed=0, comm_hook='allreduce', checks=False, **ctx)
+    return learn,learn.distrib_ctx(seed=0, sync_bn=False, comm_hook='allreduce', checks=False, **ctx)
 
 def distances(bare, **learners):
     "How far the weights of learners are from those by hand"
     pairs = {k: zip(o.model.parameters(), bare.parameters()) for k,o in learners.items()}
     return {k: max((a-b).abs().max().item() for a,b in o) for k,o in pairs.items()}
 
-def on_rank():
+def on_rank(case):
     "Seconds by way, and how far weights are from those by hand"
     torch.set_num_threads(1)
     with process_group():
-        fit,bare = by_hand()
-        one,ctx = learner(64, global_bs=G, max_bs=m)
-        acc,ctx2 = learner(m, GradientAccumulation(G))
-        times = {}
+        fit,bare = by_hand(case)
+        one,ctx = learner(case, 64, global_bs=case.G, max_bs=case.m)
+        acc,ctx2 = learner(case, case.m, GradientAccumulation(case.G))
+        learners,times = dict(global_bs=one)|({} if case.norm else dict(GradientAccumulation=acc)),{}
         with ctx, ctx2:
             def epoch(learn):
                 learn.fit(1)
                 return learn.clock.seconds
-            ways = {'by hand': fit, 'global_bs': lambda: epoch(one), 'GradientAccumulation': lambda: epoch(acc)}
+            ways = {'by hand': fit}|{k: partial(epoch, o) for k,o in learners.items()}
             for i in range(n_rounds+1):
-                if i==1: far = distances(bare, global_bs=one, GradientAccumulation=acc) # rounding adds up in later rounds
+                if i==1: far = distances(bare, **learners) # rounding adds up in later rounds
                 for k,f in ways.items():
                     dist.barrier()
                     begin = process_time()
@@ -83,8 +106,10 @@ def on_rank():
     return times,far
 
 def main():
-    times,far = run_ranks(on_rank, 2, timeout_s=900)[0]
-    all_close('weights', far, 1e-5)
-    for k,q in ratios(times, 'by hand').items(): print(f'{k}: {ratio_text(q)} of accumulation by hand; weights differ by {far[k]:.1e}')
+    for name,case in cases.items():
+        times,far = run_ranks(on_rank, 2, case, timeout_s=900)[0]
+        all_close('weights', far, case.tol)
+        for k,q in ratios(times, 'by hand').items():
+            print(f'{name}, {k}: {ratio_text(q)} of accumulation by hand; weights differ by {far[k]:.1e}')
 
 if __name__=='__main__': main()
