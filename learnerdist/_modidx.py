@@ -307,6 +307,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'learnerdist/core/collectives.py'),
                                               'learnerdist.core.collectives.broadcast_tensors': ( 'core/collectives.html#broadcast_tensors',
                                                                                                   'learnerdist/core/collectives.py'),
+                                              'learnerdist.core.collectives.by_gloo': ( 'core/collectives.html#by_gloo',
+                                                                                        'learnerdist/core/collectives.py'),
                                               'learnerdist.core.collectives.carried': ( 'core/collectives.html#carried',
                                                                                         'learnerdist/core/collectives.py'),
                                               'learnerdist.core.collectives.distrib_barrier': ( 'core/collectives.html#distrib_barrier',

@@ -13,9 +13,8 @@ from simulated_gpu import Gpu, SimulatedGPU, is_possible
 from harness import close
 from test_scenes import same
 from learnerdist.all import *
-from learnerdist.core.collectives import gather_rows, reduce_sums
+from learnerdist.core.collectives import broadcast_tensors, by_gloo, gather_rows, reduce_sums
 from learnerdist.distributed.comparison import compare_weights, Findings
-from learnerdist.core.collectives import broadcast_tensors
 from learnerdist.learner.metrics import reductions
 from learnerdist.testing import run_ranks
 
@@ -243,7 +242,7 @@ def rank_collectives(backend):
                 objects = gather_objects(dict(x=x, k=r)),broadcast_object([x])
                 sim.forget()
                 summed = all_sum(x)
-                res[device] = dict(sum=(summed.tolist(),summed.device.type), broadcast=b.tolist(),
+                res[device] = dict(sum=(summed.tolist(),summed.device.type), broadcast=b.tolist(), gloo=by_gloo(x.device),
                                    rows=[(len(o),o.device.type) for o in rows],
                                    objects=[(o['x'].tolist(),o['x'].device.type,o['k']) for o in objects[0]],
                                    object=(objects[1][0].tolist(),objects[1][0].device.type))
@@ -262,7 +261,7 @@ def test_collectives_of_any_tensor(backend):
         for device in ('cpu','cuda'):
             o = got[device]
             assert o['sum']==([[1., 7.], [3., 9.], [5., 11.]], device) and o['rows']==[(1,device), (2,device)]
-            assert o['broadcast']==[[0., 0.]]*2
+            assert o['broadcast']==[[0., 0.]]*2 and o['gloo']==(device=='cpu' and backend is None)
             assert o['objects']==[(plain[0], 'cpu', 0), (plain[1], 'cpu', 1)] and o['object']==(plain[0], 'cpu')
 
 def rank_reads():

@@ -24,6 +24,10 @@ def carried(t):
     kinds = [o.split(':')[0] for o in dist.get_backend_config(current_group()).split(',')]
     return (t if t.device.type in kinds else t.to(torch.device(kinds[0]))).contiguous()
 
+def by_gloo(device:torch.device)->bool:
+    "Whether the group sends tensors of this device by gloo, whose threads begin what follows a message in any order"
+    return f'{device.type}:gloo' in dist.get_backend_config(current_group())
+
 # %% ../../nbs/core/02_collectives.ipynb #c005b
 def distrib_barrier():
     "Wait until every rank has made this call. Collective; does nothing without a process group"
@@ -109,7 +113,7 @@ def _gather(t):
     "As `gather_alike`, of a tensor that the group carries: by gloo in log2(W) messages of each rank"
     n,group = group_size(),current_group()
     if not t.numel(): return [t]*n
-    if t.device.type!='cpu' or 'cpu:gloo' not in dist.get_backend_config(group):
+    if t.device.type!='cpu' or not by_gloo(t.device):
         res = [torch.empty_like(t) for _ in range(n)]
         dist.all_gather(res, t, group=group)
         return res

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.compat import TrackingNorm,foreach_add,version
-from ..core.collectives import broadcast_tensors
+from ..core.collectives import broadcast_tensors,by_gloo
 from ..core.env import current_group,group_size,wide_dtype
 from ..data.dealing import factors
 from .vote_links import Asks,Message,widest
@@ -100,7 +100,7 @@ def begin_sum(t:Tensor)->torch.futures.Future:
     mine = torch.empty_like(rows)
     work = dist.all_to_all_single(mine, rows, group=group, async_op=True)
     # gloo's threads would begin the second exchange of several sums in another order on each rank
-    if t.device.type=='cpu': work.wait()
+    if by_gloo(t.device): work.wait()
     def finish(done):
         dist.all_gather([*rows], tree_sum([*mine]), group=group)
         return rows.view(-1)[:t.numel()].view_as(t)
