@@ -19,7 +19,7 @@ from torch import Tensor,nn
 
 from .core.compat import tree_leaves,tree_map
 from .core.env import group_rank,group_size
-from .core.random import rng_state,same_streams,seed_streams,shared_rng
+from .core.random import rng_state,same_streams,set_seed,shared_rng
 from .core.shards import full_tensor
 from .core.stacks import in_library,need
 from .data.distributed_dl import sample_hash,widened
@@ -278,8 +278,7 @@ def record_fit(folder:Path, how:dict, func, args):
     there is no fit. how: further arguments of `Recording`"""
     record = Recording(folder, **how)
     old_type = torch.get_default_dtype()
-    seed_streams(0)
-    torch.backends.cudnn.deterministic = True # else convolutions on a GPU are not even the same twice
+    set_seed(0, reproducible=True) # else convolutions on a GPU are not even the same twice
     engine.context_callbacks.append(record)
     out = io.StringIO()
     with warnings.catch_warnings(record=True) as warned, redirect_stdout(out), redirect_stderr(out):

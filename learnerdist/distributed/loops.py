@@ -327,9 +327,7 @@ class TrainingLoop(Loop):
 
     def _put_back(self, step):
         "Add what `_set_aside` has kept to the gradients"
-        for p,g in step.kept.items():
-            if p.grad is None: p.grad = g
-            else: p.grad.add_(g)
+        add_earlier(self.params(), [step.kept])
         step.kept = {}
 
     def _without_bad(self, parts, batches)->list:
