@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # All that one GPU can show, in at most 25 minutes: tests/test_cuda.py, tests of learn.compile there, benchmarks/gpu.py.
 #
-#     tools/gpu_check.sh [--rehearse] [--wheels DIR] [--out DIR]
+#     tools/gpu_check.sh [--rehearse] [--only PHASE] [--wheels DIR] [--out DIR]
 #
 # --rehearse   the same from end to end with tiny sizes, on a simulated GPU (tests/simulated_gpu.py) where there is none: its figures mean nothing.
 #              Nothing is compiled: models run eagerly, and the tests of learn.compile, which CI runs itself, are collected only
+# --only PHASE tests, compiling or benchmark: one of the three, for a machine that is lent for minutes
 # --wheels DIR packages from wheels in DIR, for a machine without a registry: fastcore, fastprogress, pytest, and the peers that are to be measured.
 #              They are unpacked into a folder of their own; torch is the machine's
 # --out DIR    where log, JSON, tables and plots go; by default $OUT, or gpu_check/
@@ -12,10 +13,11 @@
 # To fetch the wheels: pip download --only-binary :all: --no-deps -d DIR fastcore fastprogress pytest iniconfig pluggy fastai accelerate lightning-fabric …
 set -uo pipefail
 exec </dev/null
-rehearse= wheels= out=${OUT:-gpu_check}
+rehearse= only= wheels= out=${OUT:-gpu_check}
 while (($#)); do
     case $1 in
         --rehearse) rehearse=1; shift ;;
+        --only) only=${2:?--only needs tests, compiling or benchmark}; shift 2 ;;
         --wheels) wheels=${2:?--wheels needs a folder}; shift 2 ;;
         --out) out=${2:?--out needs a folder}; shift 2 ;;
         *) sed -n '2,/^set/{/^#/p}' "$0" | cut -c3-; exit 2 ;;
@@ -31,6 +33,8 @@ export PYTHONPATH=$PWD$there PYTHONDONTWRITEBYTECODE=1 GLOO_SOCKET_IFNAME="${GLO
 [[ -z $rehearse ]] || export REHEARSE=1
 
 say() { echo "$@" | tee -a "$log"; }
+
+wanted() { [[ -z $only || $only == "$1" ]]; }
 
 phase() { # phase TITLE SECONDS COMMAND…: its output goes to the log; a failure is noted, and what comes after it runs all the same
     local title=$1 limit=$2 start=$SECONDS status; shift 2
@@ -76,10 +80,10 @@ export py wheels out
 phase 'machine' 120 bash -c where
 grep -E '^(torch|GPU|learnerdist) ?' "$log"
 if ((${#failed[@]}==0)); then
-    phase 'tests on the GPU' 420 "$py" -m pytest tests/test_cuda.py -m '' -p no:cacheprovider --junitxml "$out/tests.xml" -rs
-    phase 'tests of learn.compile' 300 "$py" -m pytest ${rehearse:+--collect-only -q} tests/test_compiling.py -p no:cacheprovider --show-capture=no \
+    ! wanted tests || phase 'tests on the GPU' 480 "$py" -m pytest tests/test_cuda.py -m '' -p no:cacheprovider --junitxml "$out/tests.xml" -rs
+    ! wanted compiling || phase 'tests of learn.compile' 300 "$py" -m pytest ${rehearse:+--collect-only -q} tests/test_compiling.py -p no:cacheprovider --show-capture=no \
         --junitxml "$out/compiling.xml"
-    phase 'benchmarks/gpu.py' $((begin+1500-SECONDS)) "$py" benchmarks/gpu.py --out "$out"
+    ! wanted benchmark || phase 'benchmarks/gpu.py' $((begin+1500-SECONDS)) "$py" benchmarks/gpu.py --out "$out"
     grep -E '^\| |^\*\*|^- ' "$log" >"$out/tables.md"
     grep -E '^[0-9]+ (passed|skipped|failed)|passed|skipped in' "$log" | tail -n 2
 fi
