@@ -27,7 +27,7 @@ from ..data.loaders import to_device
 from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.losses import loss_over
-from ..learner.techniques import trained_weights
+from ..learner.techniques import callbacks_of,trained_weights
 from .callback_state import check_model,check_run,config_changes,load_states
 from .callback_state import horizons,state_of_rank,settle,states_of,unpacked
 from .position import PlacedLoader,end,go_back,place_in_epoch,set_streams,streams_now,validation
@@ -66,7 +66,9 @@ class Requests:
         self.got,self.pid = None,os.getpid()
         self.old = {} # Earlier handlers
         if threading.current_thread() is not threading.main_thread(): return # Python lets no other thread set handlers
-        for num in [getattr(signal, o) for o in names]: self.old[num] = signal.signal(num, self._note)
+        for name in names:
+            num = getattr(signal, name)
+            self.old[num] = signal.signal(num, self._note)
 
     def _note(self, num, frame):
         if os.getpid()==self.pid: self.got = num
@@ -118,8 +120,7 @@ class When:
 
     def _timed(self, waited_s=float('inf')):
         "Where states are due so many seconds after the last request for a time"
-        times = {k: o.total_seconds() for k,o in self.plan.items() if isinstance(o, timedelta)}
-        return {k for k,s in times.items() if waited_s>=s}
+        return {k for k,o in self.plan.items() if isinstance(o, timedelta) and waited_s>=o.total_seconds()}
 
     def receive(self, save:bool, stop:bool):
         "Take the requests of all ranks, after the same batch on each"
@@ -300,7 +301,7 @@ class Checkpoint(Callback):
         if self.active: self.nested += 1
         is_fit = getattr(learn, 'fitting', False) and 'lr_finder' not in vars(learn)
         if self.active or not is_fit: return
-        others = [cb for cb in learn.cbs if isinstance(cb, Checkpoint) and not cb.implied]
+        others = [cb for cb in callbacks_of(learn, Checkpoint) if not cb.implied]
         need(len(others)<2, f'{len(others)} Checkpoints in one fit: give it one')
         if not (self.implied and others): self._begin()
 
@@ -527,7 +528,7 @@ context_callbacks.append(lambda engine: [StatesInMemory()] if shrinks() else [])
 class _Resume(Callback):
     order = Order.resume
     def before_fit(self):
-        cbs = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint)]
+        cbs = callbacks_of(self.learn, Checkpoint)
         need(cbs, 'fit(resume=True) needs to know from where: give the fit a Checkpoint(path)')
         for cb in cbs: cb.resuming = True
 

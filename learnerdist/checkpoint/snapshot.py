@@ -167,7 +167,7 @@ def read_snapshot(folder, info:dict, names=('model','state'), like=None, check=T
     parts = {k: part(k, mapped, check and is_rank0()) for k in names}
     if not n: return parts
     rows = cache(lambda i: part(f'rows_{i}', True, check)['rows'])
-    return {k: {j: put_together(v, rows, n, like) for j,v in o.items()} for k,o in parts.items()}
+    return put_together(parts, rows, n, like)
 
 def _read_part(path, expected, mapped, check):
     try: data = map_bytes(here(path)) if mapped else here(path).read_bytes()

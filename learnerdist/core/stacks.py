@@ -57,8 +57,11 @@ def describe_error(e:BaseException)->dict:
 def users_frame(frames:list)->Frame:
     """The innermost frame of the user's own code, that is outside of installed packages; if there is none, the
     innermost frame of all. frames: `Frame`s, the innermost first"""
-    own = [o for o in frames if not in_library(o.file)]
-    return next(iter([*own, *frames]), Frame('?', 0, '?'))
+    return next(iter([*own_frames(frames), *frames]), Frame('?', 0, '?'))
+
+def own_frames(frames:list)->list:
+    "Those of these `Frame`s that are in the user's own code"
+    return [o for o in frames if not in_library(o.file)]
 
 def in_library(file:str)->bool:
     "Whether a file belongs to Python, to an installed package, or to learnerdist. file: path of a source file"

@@ -163,15 +163,19 @@ def batch_count(n:int, bs:int, drop_last:bool=False)->int:
     return n//bs if drop_last else -(-n//bs)
 
 # %% ../../nbs/data/00_dealing.ipynb #c037
+def are_dealt(lens:list)->bool:
+    "Whether parts of these lengths may come from one order that was dealt like cards"
+    n,W = sum(lens),len(lens)
+    return lens==[len(range(r, n, W)) for r in range(W)]
+
 def undeal(parts):
     """Put the shares of all ranks back into the order from which they were dealt. ValueError if the lengths cannot
     come from one order. parts: the shares of all ranks in rank order, tensors `(n_r, …)` or lists; without padding,
     so lengths differ by at most one; returns: tensor `(n, …)` or list"""
     parts = list(parts)
-    W,lens = len(parts),[len(p) for p in parts]
+    W,lens = len(parts),[*map(len, parts)]
     first,n = parts[0],sum(lens)
-    dealt = lens==[len(range(r, n, W)) for r in range(W)]
-    need(dealt, f'parts of lengths {lens} were not dealt from one order without padding')
+    need(are_dealt(lens), f'parts of lengths {lens} were not dealt from one order without padding')
     out = first.new_empty(n, *first.shape[1:]) if isinstance(first, Tensor) else [None]*n
     for r,p in enumerate(parts): out[r::W] = p
     return out

@@ -99,8 +99,9 @@ def repeated_blocks(model)->list:
 # %% ../../nbs/distributed/09_sharded.ipynb #tie02
 def _shared(group:list, model):
     "Names of weights that modules of this group and something outside of it share"
-    own = {*chain(*[b.parameters() for b in group])}
-    inside = {*map(id, chain(*[b.modules() for b in group]))}
+    together = nn.ModuleList(group)
+    own = {*together.parameters()}
+    inside = {*map(id, together.modules())}
     res = []
     for k,m in model.named_modules():
         if id(m) in inside: continue
@@ -187,7 +188,7 @@ def with_shared(model, file)->dict:
     res = dict(file)
     for ks in names.values():
         found = [k for k in ks if k in file]
-        if found: res |= {k: file[found[0]] for k in ks if k not in file}
+        for k in ks if found else (): res.setdefault(k, file[found[0]])
     return res
 
 def fill_parts(model, file:dict, home, device):

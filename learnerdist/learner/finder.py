@@ -53,8 +53,8 @@ def no_trace(learn):
 
 def all_params(learn)->set:
     "The parameters of the optimizer, the model and the loss"
-    modules = [o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module)]
-    return {*chain(*groups_of(learn.opt), *[m.parameters() for m in modules])}
+    modules = nn.ModuleList(o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module))
+    return {*modules.parameters(), *chain(*groups_of(learn.opt))}
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf21
 class LRFinder(Callback):

@@ -224,7 +224,7 @@ def batch_rows(learn)->int:
         if x[:1]==y[:1]!=() and x[1:2]!=y[1:2]: return x[0]
     tensors = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.ndim]
     lists = [o for o in b if isinstance(o, (list,tuple))]
-    lens = {len(o) for o in tensors}
+    lens = {*map(len, tensors)}
     seconds = {o.shape[1:2] for o in tensors}
     if not lists and len(lens)==1 and seconds!={tensors[0].shape[1:2]}-{()}: return lens.pop()
     n = loader_rows(learn.dl, learn.iter)

@@ -15,7 +15,7 @@ import torch
 
 from ..core.env import num_distrib
 from ..core.shards import model_name
-from ..data.loaders import batch_shape,data_len
+from ..data.loaders import batch_shape,data_len,without
 from .learner import get_model
 from .loggers import LogWriter
 
@@ -155,7 +155,7 @@ class MLflowLogger(RunLogger):
         self.run_id = active.info.run_id
         old = mlflow.get_run(self.run_id).data.params # MLflow's parameters are set once
         config = run_config(self.learn, num_distrib() or 1)
-        mlflow.log_params({k: v for k,v in config.items() if k not in old})
+        mlflow.log_params(without(config, old))
 
     def write(self, rows):
         metric = self.mlflow.entities.Metric
