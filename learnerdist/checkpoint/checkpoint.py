@@ -66,9 +66,7 @@ class Requests:
         self.got,self.pid = None,os.getpid()
         self.old = {} # Earlier handlers
         if threading.current_thread() is not threading.main_thread(): return # Python lets no other thread set handlers
-        for name in names:
-            num = getattr(signal, name)
-            self.old[num] = signal.signal(num, self._note)
+        for num in [getattr(signal, o) for o in names]: self.old[num] = signal.signal(num, self._note)
 
     def _note(self, num, frame):
         if os.getpid()==self.pid: self.got = num
@@ -115,12 +113,12 @@ class When:
 
     def wishes(self)->tuple:
         "Whether this rank requests a state, and whether it requests to stop after it; part of each vote"
-        is_due = is_rank0() and self._timed(time.monotonic()-self.clock)
+        is_due = is_rank0() and self._timed(timedelta(seconds=time.monotonic()-self.clock))
         return bool(is_due),self.requests.got is not None
 
-    def _timed(self, waited_s=float('inf')):
-        "Where states are due so many seconds after the last request for a time"
-        return {k for k,o in self.plan.items() if isinstance(o, timedelta) and waited_s>=o.total_seconds()}
+    def _timed(self, waited=timedelta.max):
+        "Where states are due so long after the last request for a time"
+        return {k for k,o in self.plan.items() if isinstance(o, timedelta) and waited>=o}
 
     def receive(self, save:bool, stop:bool):
         "Take the requests of all ranks, after the same batch on each"

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from .compat import tree_leaves,tree_map
 from .env import current_group,group_rank,group_size,in_group,next_phase,waits
+from .stacks import need
 
 # %% ../../nbs/core/02_collectives.ipynb #c005
 def carried(t):
@@ -61,8 +62,8 @@ def broadcast_tensors(tensors):
     this. ValueError if a tensor has no shape yet"""
     if group_size()<2: return
     tensors = [*tensors]
-    if any(map(is_lazy, tensors)):
-        raise ValueError('the model has lazy layers: call it on a batch before the context, learn.model(*x)')
+    remedy = 'call it on a batch before the context, learn.model(*x)'
+    need(not any(map(is_lazy, tensors)), f'the model has lazy layers: {remedy}')
     for t in tensors: # as bytes: gloo knows few types
         o = carried(t.detach())
         dist.broadcast(o.reshape(-1).view(torch.uint8), 0, group=current_group())
@@ -144,7 +145,8 @@ def gather_rows(t:Tensor, dst:int=None)->list:
     if dst is None: outs = _gather(sent)
     else:
         outs = [torch.empty_like(sent) for _ in sizes] if group_rank()==dst else None
-        dist.gather(sent, outs, dst, group=current_group()) # our groups hold all ranks, in their order
+        # our groups hold all ranks, in their order
+        dist.gather(sent, outs, dst, group=current_group())
     return outs and [o.to(t.device).view(t.dtype).reshape(full.shape)[:n] for o,n in zip(outs, sizes)]
 
 # %% ../../nbs/core/02_collectives.ipynb #same2

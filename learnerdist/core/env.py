@@ -87,9 +87,9 @@ def default_device(
     n = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     kind,_,index = str(device).rpartition(':')
     is_visible = index.isdigit() and int(index)<n and kind in ('',built_for().type)
-    if device is not None and not is_visible:
-        what = f'device={device!r}, but {n} GPUs are visible'
-        raise ValueError(f'{what}: leave it out to choose by local rank. It is no batch size')
+    what = f'device={device!r}, but {n} GPUs are visible'
+    remedy = 'leave it out to choose by local rank. It is no batch size'
+    need(device is None or is_visible, f'{what}: {remedy}')
     if not n: return torch.device('cpu')
     chosen = torch.device(built_for().type, local_rank()%n if device is None else int(index))
     if own_backend(chosen) or not (num_distrib()>1 or in_group()): return chosen

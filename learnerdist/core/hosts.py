@@ -89,7 +89,7 @@ def foreign_rank(env=os.environ)->dict:
     """What mpirun or srun says of this process, under torchrun's names. ValueError for what is missing. returns: RANK,
     WORLD_SIZE and so on; empty if this process is alone, or has RANK already"""
     if env.get('RANK'): return {}
-    found = next((o for o in map(str.split, _mpi) if env.get(o[0]) and not _is_sruns(env, *o[:2])), None)
+    found = next((o for o in map(str.split, _mpi) if _is_set(env, *o)), None)
     if found is None:
         res = slurm_env(env)
         for k,slurm in dict(WORLD_SIZE='SLURM_NTASKS', LOCAL_RANK='SLURM_LOCALID').items():
@@ -112,11 +112,12 @@ def foreign_rank(env=os.environ)->dict:
     local = {k: env[o] for k,o in zip(('LOCAL_RANK','LOCAL_WORLD_SIZE'), found[2:]) if env.get(o)}
     return res | local
 
-def _is_sruns(env, rank, size):
-    "Whether srun has set these; its own variables say more: --mpi=pmix sets PMIX_RANK alone, pmi2 no local rank"
-    if not _in_step(env): return False
+def _is_set(env, rank, size, *_):
+    """Whether a launcher other than srun has set these. srun's own variables say more: --mpi=pmix sets PMIX_RANK alone,
+    pmi2 no local rank"""
+    if not env.get(rank) or not _in_step(env): return bool(env.get(rank))
     tasks = _first(env, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS')
-    return not env.get(size) or (env[rank],env[size]) == (env['SLURM_PROCID'],tasks)
+    return bool(env.get(size)) and (env[rank],env[size]) != (env['SLURM_PROCID'],tasks)
 
 def _starter(name):
     "The process that has set the variable `name`, the same for all ranks: the nearest one above that has none"

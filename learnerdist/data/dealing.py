@@ -67,7 +67,8 @@ class Deal:
         # Parts of a step, of all ranks, where each is read by itself; None: a batch is a rank's part
         own['n_parts'] = self.max_bs and count_parts(step, self.max_bs, W)
         n = own['n_parts'] or 0
-        own['own_parts'] = range(self.rank*n//W, (self.rank+1)*n//W) # Their numbers on this rank
+        # their numbers on this rank
+        own['own_parts'] = range(self.rank*n//W, (self.rank+1)*n//W)
 
     def taken(self, items, at:int=0):
         "This rank's items of some that follow each other: a list, a range or a tensor. at: how many come before"

@@ -247,16 +247,14 @@ def options_of(cbs)->dict:
     far as it or what they derive from is ours"""
     res = {}
     for cb in cbs:
-        ours = [*filter(_is_ours, type(cb).__mro__)]
+        classes = [o for o in type(cb).__mro__ if o is not Callback]
+        ours = [o for o in classes if o.__module__.startswith('learnerdist.')]
         if not ours or cb.by_rank: continue
         name = type(cb).__name__
         res[name] = 'given'
-        for k in chain(*map(_arguments, ours)):
+        for k in chain(*[signature(o.__init__).parameters for o in ours]):
             if k in vars(cb): res[f'{name}.{k}'] = shown(vars(cb)[k])
     return res
-
-def _is_ours(cls): return cls is not Callback and cls.__module__.startswith('learnerdist.')
-def _arguments(cls): return signature(cls.__init__).parameters
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp05
 def modules_beside(learn)->dict:
@@ -268,7 +266,8 @@ def modules_beside(learn)->dict:
             found[f'{name}.{k}'] = v
             inner = held(v) if type(v) in (list,tuple,dict) else {}
             for i,o in inner.items(): found[f'{name}.{k}[{i!r}]'] = o
-    own = {*map(id, (get_model(learn.model),learn.model))} # a metric of torchmetrics equals anything
+    # a metric of torchmetrics equals anything
+    own = {*map(id, (get_model(learn.model),learn.model))}
     return {k: o for k,o in found.items() if isinstance(o, nn.Module) and id(o) not in own}
 
 def tensors_beside(learn, batchnorm=True)->dict:

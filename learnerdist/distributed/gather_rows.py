@@ -125,7 +125,8 @@ _piece = 1<<24 # Bytes that a rank sends at a time
 def _dense(own, kind, infos, i, dst, make):
     "Leaf `i` of all ranks, whose parts fit one tensor, see `dense_kind`; and the rows of each batch"
     shape,dtype,cls,device = kind
-    at,lens = row_places([o['ks'] for o in infos], [o['lens'][i] if o['ks'] else [] for o in infos])
+    of_ranks = [o['lens'][i] if o['ks'] else [] for o in infos]
+    at,lens = row_places([o['ks'] for o in infos], of_ranks)
     if make is None or device!='cpu': return _exchanged(own, at, sum(lens), shape, dtype, cls, dst),lens
     rows = make((sum(lens),*shape), dtype)
     own.reverse()

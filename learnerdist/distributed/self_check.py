@@ -206,7 +206,8 @@ class SelfCheck:
         is_other = whole.draws or not alike and waits.n>n_waits
         numbers,preds = {},[]
         for i in range(len(parts)):
-            k = (i+group_rank())%len(parts) # all parts at a time over ranks, for a collective of the model
+            # all parts at a time over ranks, for a collective of the model
+            k = (i+group_rank())%len(parts)
             pred = None
             if is_other and whole.loss is not None: pred = cut(whole.pred, n, k*m, k*m+m)
             own = computed(learn, *parts[k], training, pred)

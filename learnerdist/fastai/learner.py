@@ -37,7 +37,6 @@ from ..core.compat import find
 from ..core.lending import replaced
 from ..core.env import group_rank,group_size,num_distrib
 from ..data.distributed_dl import in_order
-from ..data.loaders import without
 from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
@@ -168,7 +167,7 @@ def save(self, save, file, **kwargs):
 @in_context(Learner)
 def __getstate__(self, state):
     "What `export` pickles: the learner as it is outside of the context"
-    kept = without(state(), trainer_of(self).lent)
+    kept = {k: v for k,v in state().items() if k not in trainer_of(self).lent}
     return kept|dict(cbs=L(cb for cb in self.cbs if not isinstance(cb, parts)))
 
 @in_context(Learner, names=['export'])

@@ -131,7 +131,8 @@ def _ask_slurm(args)->int:
     if not task: return 0
     n,n_nodes = int(task['WORLD_SIZE']),int(task['GROUP_WORLD_SIZE'])
     many = f'SLURM_NTASKS={n} and SLURM_NNODES={n_nodes}: srun starts each rank'
-    need(n <= n_nodes, f'{many}: leave out the launcher (srun python train.py), or use --ntasks-per-node=1')
+    remedy = 'leave out the launcher (srun python train.py), or use --ntasks-per-node=1'
+    need(n <= n_nodes, f'{many}: {remedy}')
     most = args.nnodes and args.nnodes.rpartition(':')[2]
     check_slurm('--nnodes', most, n_nodes, 'SLURM_NNODES')
     args.nnodes = args.nnodes or str(n_nodes)

@@ -171,7 +171,8 @@ class Rank:
         text = describe_exit(code)+', without an exception'*(code > 0)
         if what: text = f'{describe_exit(code)} ({what}, {users_frame(frames)})'
         cause = Cause.outside if code in _outside else Cause.died
-        return RankFailure('ProcessDied', text, _text(frames), cause=cause, frames=own_frames(frames), **how)
+        own = own_frames(frames)
+        return RankFailure('ProcessDied', text, _text(frames), cause=cause, frames=own, **how)
 
     def exit(self)->dict:
         "What the other ranks get of its end: its exception as of `describe_error`, or a description"
