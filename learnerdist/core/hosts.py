@@ -12,6 +12,11 @@ from pathlib import Path
 
 from .stacks import need
 
+# %% ../../nbs/core/00_hosts.ipynb #astx1
+def as_texts(values:dict)->dict:
+    "Values of environment variables, as the environment holds them"
+    return {k: str(v) for k,v in values.items()}
+
 # %% ../../nbs/core/00_hosts.ipynb #c005
 def slurm_env(env=os.environ)->dict:
     """What srun says of this process, under torchrun's names. ValueError for numbers that contradict. returns: RANK,
@@ -31,10 +36,6 @@ def slurm_env(env=os.environ)->dict:
     res |= dict(GROUP_RANK=node, GROUP_WORLD_SIZE=n_nodes)
     res |= dict(MASTER_ADDR=_first_addr(env, n_nodes), MASTER_PORT=port)
     return as_texts(res)
-
-def as_texts(values:dict)->dict:
-    "Values of environment variables, as the environment holds them"
-    return {k: str(v) for k,v in values.items()}
 
 def _in_step(env):
     if 'SLURM_PROCID' not in env: return False

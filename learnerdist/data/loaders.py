@@ -88,6 +88,11 @@ def find_bs(b)->int:
         if col is not None: return len(col) if kind is _is_rows else find_bs(col)
     return 1
 
+# %% ../../nbs/data/01_loaders.ipynb #wout1
+def without(d:dict, names)->dict:
+    "A dict without these keys"
+    return {k: v for k,v in d.items() if k not in names}
+
 # %% ../../nbs/data/01_loaders.ipynb #c015
 _OPTIONS = [*inspect.signature(DataLoader).parameters][1:] # after the data set
 _BATCHES = 'sampler', 'batch_size', 'drop_last'
@@ -98,10 +103,6 @@ def check_options(kw, more=()):
     "Raise ValueError if a name in `kw` is neither a setting of `DataLoader` nor in `more`"
     known = [*more, *_OPTIONS]
     for k in kw: need(k in known, f"{k!r} is not a setting of a loader; known: {', '.join(known)}")
-
-def without(d:dict, names)->dict:
-    "A dict without these keys"
-    return {k: v for k,v in d.items() if k not in names}
 
 def is_shuffled(sampler)->bool:
     "Is this the sampler that `shuffle=True` makes, which yields each sample once?"

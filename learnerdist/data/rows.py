@@ -47,6 +47,11 @@ def listed(b):
     "The parts of a batch; a tuple from collation is a list of samples"
     return [list(o) if type(o) is tuple else o for o in b]
 
+# %% ../../nbs/data/02_rows.ipynb #aslf1
+def as_leaf(b):
+    "The batch as one leaf"
+    return Samples([b])
+
 # %% ../../nbs/data/02_rows.ipynb #c007
 def _columns(bs):
     leaves,specs = zip(*map(tree_flatten, bs))
@@ -58,10 +63,6 @@ def aligned(bs:list)->tuple:
     `tree_unflatten`"""
     found = _columns(bs) or _columns([*map(loosely, bs)])
     return found or _columns([*map(as_leaf, bs)])
-
-def as_leaf(b):
-    "The batch as one leaf"
-    return Samples([b])
 
 def loosely(b):
     """The batch with those plain lists as `Samples` that have as many entries as their first tensor has rows. b: from

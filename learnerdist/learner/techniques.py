@@ -30,11 +30,12 @@ from .callback import Callback,CancelBatchException,CancelStepException,Order,ca
 from .learner import Learner,fit_flags,get_model
 from .losses import batch_rows,loss_kind,loss_over,n_items
 
-# %% ../../nbs/learner/06_techniques.ipynb #c007
+# %% ../../nbs/learner/06_techniques.ipynb #cbsof1
 def callbacks_of(learn, cls)->list:
     "The callbacks of a learner that are of a class"
     return [cb for cb in learn.cbs if isinstance(cb, cls)]
 
+# %% ../../nbs/learner/06_techniques.ipynb #c007
 def with_grad(opt)->list:
     "The parameters of an optimizer that have a gradient"
     return [p for p in chain(*groups_of(opt)) if p.grad is not None]
