@@ -194,7 +194,9 @@ class SelfCheck:
         W = group_size()
         n = next(k for k in range(2, W+1) if W%k==0) # ranks compute each part equally often
         for training,make in product((False,True), (read_parts,cut_parts)):
-            try: return self._compare(*make(self.engine.learn, n), training=training, alike=make is read_parts)
+            try:
+                parts = make(self.engine.learn, n)
+                return self._compare(*parts, training=training, alike=make is read_parts)
             except Exception as e: log.debug('the self-check could not be computed: %r', e)
 
     def _compare(self, every, *parts, training, alike): # alike: whether other ranks have the same samples

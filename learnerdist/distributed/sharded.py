@@ -311,7 +311,8 @@ class Sharded(Trained):
             found = f'{type(e).__name__} within the forward pass, where other ranks of a sharded model wait'
             raise ValueError(f'{found}: raise it in an event of a callback') from e
         step = self.engine.loop.step
-        return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
+        if not step or not step.is_over: return out
+        return weigh_back(out, self.engine.loop.weight_of_second())
 
     def replace_model(self, model):
         "ValueError: another model cannot take the place of one that is sharded"

@@ -139,7 +139,8 @@ def _ask_slurm(args)->int:
     if not args.rdzv_endpoint and args.rdzv_backend is None:
         args.rdzv_endpoint = f"{task['MASTER_ADDR']}:{task['MASTER_PORT']}"
         args.rdzv_id = '.'.join(os.environ.get(k, '0') for k in ('SLURM_JOB_ID','SLURM_STEP_ID'))
-        args.rdzv_conf = ','.join(filter(None, [args.rdzv_conf, f"is_host={task['GROUP_RANK'] == '0'}"]))
+        is_host = task['GROUP_RANK'] == '0'
+        args.rdzv_conf = ','.join(filter(None, [args.rdzv_conf, f'is_host={is_host}']))
     return n_nodes
 
 # %% ../../nbs/launch/05_cli.ipynb #c023
