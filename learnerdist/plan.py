@@ -136,13 +136,14 @@ class Plan:
         like = a_part(model)
         n = W if like is None else shard_position(like)[1] # ranks that share the model, or would
         opt = tree_leaves(learn.opt.state_dict())
-        self.memory = dict(weights=size_of(engine.all_params(), n), buffers=size_of(model.buffers(), 1))
-        self.memory |= dict(gradients=size_of(cb.grads, n), optimizer=size_of(opt, n))
-        weights,buffers,grads,state = [o.whole for o in self.memory.values()]
-        if not engine.opts.ddp_kw.get('gradient_as_bucket_view'): self.memory["DDP's copy"] = Size(grads, 0)
+        weights,buffers = size_of(engine.all_params(), n),size_of(model.buffers(), 1)
+        grads,state = size_of(cb.grads, n),size_of(opt, n)
+        self.memory = dict(weights=weights, buffers=buffers, gradients=grads, optimizer=state)
+        if not engine.opts.ddp_kw.get('gradient_as_bucket_view'): self.memory["DDP's copy"] = Size(grads.whole, 0)
         # of a checkpoint, in bytes
-        self.files = {'model.pt': weights+buffers, 'state.pt': state}
-        if like is not None: self.files = {'model.pt': buffers, f'rows_0 … rows_{n-1}.pt': weights+state}
+        self.files = {'model.pt': weights.whole+buffers.whole, 'state.pt': state.whole}
+        rows = f'rows_0 … rows_{n-1}.pt'
+        if like is not None: self.files = {'model.pt': buffers.whole, rows: weights.whole+state.whole}
 
     def __str__(self):
         step = self.samples*self.ranks

@@ -34,7 +34,8 @@ def run_config(learn, world:int)->dict:
         # without those that a scheduler adds
         if v is None or k not in getattr(opt, 'defaults', groups[-1]): continue
         res[k] = v if isinstance(v, (int,float)) else str(v)
-    res |= dict(n_epoch=learn.n_epoch, batch_size=batch_size, samples=data_len(dataset), ranks=world)
+    n = data_len(dataset)
+    res |= dict(n_epoch=learn.n_epoch, batch_size=batch_size, samples=n, ranks=world)
     return res|dict(torch=str(torch.__version__), learnerdist=learnerdist.__version__)
 
 # %% ../../nbs/learner/07_trackers.ipynb #tr07
