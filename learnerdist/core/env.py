@@ -12,7 +12,6 @@ from collections import Counter
 from contextlib import contextmanager,suppress
 from datetime import timedelta
 from functools import cache
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -458,10 +457,11 @@ def noting_loops():
 def _hang_up():
     """Shut down the connections of our groups, even while references to the groups exist. The ranks at the other
     ends get an error"""
-    found = _event_loops()
-    for fd in chain(*map(found.get, found.keys() & _loops)):
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
-            if not s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN): s.shutdown(socket.SHUT_RDWR)
+    for loop,fds in _event_loops().items():
+        if loop not in _loops: continue
+        for fd in fds:
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
+                if not s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN): s.shutdown(socket.SHUT_RDWR)
 
 # %% ../../nbs/core/01_env.ipynb #close1b
 _watches = [] # Events that end the threads of `_watch_device`
