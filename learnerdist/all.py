@@ -34,4 +34,4 @@ __all__ = [o for o in globals() if not o.startswith('_')]
 
 import learnerdist.core.docstrings as _docstrings
 if _docstrings.is_interactive(): # so that `help` shows what parameters mean
-    _docstrings.add_docments([globals()[o] for o in __all__])
+    _docstrings.add_docments([*map(globals().get, __all__)])

@@ -127,7 +127,8 @@ class Plan:
         learn,engine = cb.learn,cb.learn.runner
         W = self.ranks = dist.get_world_size()
         self.samples,self.batches = cb.rows,cb.batches                       # Of a step, on this rank
-        self.calls,self.n_bytes = cb.traffic.calls,cb.traffic.n_bytes        # Of collectives of a step, by kind
+        # of collectives of a step, by kind
+        self.calls,self.n_bytes = cb.traffic.calls,cb.traffic.n_bytes
         n_batches = data_len(learn.dl)
         self.steps = n_batches and -(-n_batches//cb.batches)                 # Of an epoch; None: not known
         self.n_total = getattr(learn.dl, 'n_total', None)                    # Samples of the training data
@@ -135,26 +136,29 @@ class Plan:
         like = a_part(model)
         n = W if like is None else shard_position(like)[1] # ranks that share the model, or would
         opt = tree_leaves(learn.opt.state_dict())
-        self.memory = dict(weights=size_of(engine.all_params(), n), buffers=size_of(model.buffers(), 1))
-        self.memory |= dict(gradients=size_of(cb.grads, n), optimizer=size_of(opt, n))
-        weights,buffers,grads,state = [o.whole for o in self.memory.values()]
-        if not engine.opts.ddp_kw.get('gradient_as_bucket_view'): self.memory["DDP's copy"] = Size(grads, 0)
+        weights,buffers = size_of(engine.all_params(), n),size_of(model.buffers(), 1)
+        grads,state = size_of(cb.grads, n),size_of(opt, n)
+        self.memory = dict(weights=weights, buffers=buffers, gradients=grads, optimizer=state)
+        if not engine.opts.ddp_kw.get('gradient_as_bucket_view'): self.memory["DDP's copy"] = Size(grads.whole, 0)
         # of a checkpoint, in bytes
-        self.files = {'model.pt': weights+buffers, 'state.pt': state}
-        if like is not None: self.files = {'model.pt': buffers, f'rows_0 … rows_{n-1}.pt': weights+state}
+        self.files = {'model.pt': weights.whole+buffers.whole, 'state.pt': state.whole}
+        rows = f'rows_0 … rows_{n-1}.pt'
+        if like is not None: self.files = {'model.pt': buffers.whole, rows: weights.whole+state.whole}
 
     def __str__(self):
         step = self.samples*self.ranks
-        rows = [('samples',f'{self.samples:,} in a step, {step:,} on all ranks; {self.batches} batches a step')]
-        if self.steps: rows.append(('',f'{self.steps:,} steps an epoch'))
+        lines = [f'rank 0 of {self.ranks}']
+        def add(what, text): lines.append(f'{what:12}{text}')
+        add('samples', f'{self.samples:,} in a step, {step:,} on all ranks; {self.batches} batches a step')
+        if self.steps: add('', f'{self.steps:,} steps an epoch')
         rest = (self.n_total or 0)%step
-        if rest: rows.append(('',f'of {self.n_total:,}, the last step has {rest:,}'))
+        if rest: add('', f'of {self.n_total:,}, the last step has {rest:,}')
         whole,part = map(sum, zip(*self.memory.values()))
         for k,o in [*self.memory.items(),('in all',Size(whole, part))]:
-            rows.append((k,f'{mb(o.whole):>12} replicated {mb(o.part):>12} sharded'))
-        for k,n in self.n_bytes.items(): rows.append(('a step',f'{k} of {mb(n)} in {self.calls[k]} calls'))
-        for k,n in self.files.items(): rows.append(('checkpoint',f'{k} {mb(n)}'))
-        return '\n'.join([f'rank 0 of {self.ranks}', *[f'{k:12}{o}' for k,o in rows]])
+            add(k, f'{mb(o.whole):>12} replicated {mb(o.part):>12} sharded')
+        for k,n in self.n_bytes.items(): add('a step', f'{k} of {mb(n)} in {self.calls[k]} calls')
+        for k,n in self.files.items(): add('checkpoint', f'{k} {mb(n)}')
+        return '\n'.join(lines)
 
 def mb(n)->str:
     "Bytes, as a user reads them"

@@ -9,6 +9,7 @@ __all__ = []
 from copy import copy
 
 import torch
+from fastcore.basics import filter_values
 from fastcore.foundation import L
 
 from ..data.loaders import call_model
@@ -50,8 +51,7 @@ def _state(cb, kind):
 
 def states_of(cbs, kind:str)->dict:
     "The state of callbacks in this fit, by name. kind: 'fit_state', the same on every rank, or 'rank_state'"
-    res = {k: _state(cb, kind) for k,cb in _keyed(cbs).items()}
-    return {k:v for k,v in res.items() if v}
+    return {k: v for k,cb in _keyed(cbs).items() if (v := _state(cb, kind))}
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c006
 def load_states(cbs, states:dict, kind:str)->list:
@@ -75,13 +75,14 @@ def state_of_rank(cbs, states:list, rank:int, adds_up:bool)->dict:
     """On another number of ranks, rank 0 gets the sum over the old ranks' `rank_state`, and other ranks get zeros.
     adds_up: whether the loss is a sum, S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ"""
     res = {}
-    totals = {k: getattr(type(cb), 'totals_by_step', None) for k,cb in _keyed(cbs).items()}
+    keyed = _keyed(cbs)
     for k,state in states[0].items():
         res[k] = {}
+        totals = getattr(type(keyed.get(k)), 'totals_by_step', None)
         for name in state:
             # rank 0 may have more callbacks than the others
             parts = [o[k][name] for o in states if k in o]
-            whole = add_totals(parts, adds_up and totals.get(k)==name)
+            whole = add_totals(parts, adds_up and totals==name)
             res[k][name] = torch.zeros_like(whole) if rank else whole
     return res
 
@@ -101,7 +102,7 @@ def check_model(model:torch.nn.Module, state:dict, source):
 def horizons(cbs)->dict:
     "The number of steps or epochs that each schedule among the callbacks is made for (`horizon`), by name"
     res = {k: cb.horizon for k,cb in _keyed(cbs).items() if hasattr(type(cb), 'horizon')}
-    return {k:v for k,v in res.items() if v}
+    return filter_values(res, bool)
 
 def config_changes(old:dict, new:dict)->list:
     "Texts on the differences of two `run_config`, except values that `check_run` checks"
@@ -124,10 +125,11 @@ def check_run(old:dict, new:dict, at:dict, fit:int, src):
     check(old['optimizer']==new['optimizer'], state)
     data = f'in the midst of an epoch of {old["samples"]} samples, and the data set has {new["samples"]} now'
     remedy = 'give the same data, or a checkpoint between two epochs'
-    check(at['phase']!='train' or old['samples']==new['samples'], f'{data}: {remedy}')
+    same_data = old['samples']==new['samples']
+    check(at['phase']!='train' or same_data, f'{data}: {remedy}')
     # with other global batches it goes on at the same part of the fit
-    sizes = [(o.get('batch_size'),o.get('samples')) for o in (old,new)]
-    if at['n_epoch']==new['n_epoch'] and sizes[0]!=sizes[1]: return
+    same_batches = same_data and old.get('batch_size')==new.get('batch_size')
+    if at['n_epoch']==new['n_epoch'] and not same_batches: return
     remedy = 'Give as many epochs as then, and the same global batch size (split_batches=True), '
     remedy += 'or begin another fit after learn.load(folder)'
     for k,v in old['schedule'].items():

@@ -27,7 +27,7 @@ from ..data.loaders import to_device
 from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.losses import loss_over
-from ..learner.techniques import trained_weights
+from ..learner.techniques import callbacks_of,trained_weights
 from .callback_state import check_model,check_run,config_changes,load_states
 from .callback_state import horizons,state_of_rank,settle,states_of,unpacked
 from .position import PlacedLoader,end,go_back,place_in_epoch,set_streams,streams_now,validation
@@ -113,13 +113,12 @@ class When:
 
     def wishes(self)->tuple:
         "Whether this rank requests a state, and whether it requests to stop after it; part of each vote"
-        is_due = is_rank0() and self._timed(time.monotonic()-self.clock)
+        is_due = is_rank0() and self._timed(timedelta(seconds=time.monotonic()-self.clock))
         return bool(is_due),self.requests.got is not None
 
-    def _timed(self, waited_s=float('inf')):
-        "Where states are due so many seconds after the last request for a time"
-        times = {k: o.total_seconds() for k,o in self.plan.items() if isinstance(o, timedelta)}
-        return {k for k,s in times.items() if waited_s>=s}
+    def _timed(self, waited=timedelta.max):
+        "Where states are due so long after the last request for a time"
+        return {k for k,o in self.plan.items() if isinstance(o, timedelta) and waited>=o}
 
     def receive(self, save:bool, stop:bool):
         "Take the requests of all ranks, after the same batch on each"
@@ -300,7 +299,7 @@ class Checkpoint(Callback):
         if self.active: self.nested += 1
         is_fit = getattr(learn, 'fitting', False) and 'lr_finder' not in vars(learn)
         if self.active or not is_fit: return
-        others = [cb for cb in learn.cbs if isinstance(cb, Checkpoint) and not cb.implied]
+        others = [cb for cb in callbacks_of(learn, Checkpoint) if not cb.implied]
         need(len(others)<2, f'{len(others)} Checkpoints in one fit: give it one')
         if not (self.implied and others): self._begin()
 
@@ -527,7 +526,7 @@ context_callbacks.append(lambda engine: [StatesInMemory()] if shrinks() else [])
 class _Resume(Callback):
     order = Order.resume
     def before_fit(self):
-        cbs = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint)]
+        cbs = callbacks_of(self.learn, Checkpoint)
         need(cbs, 'fit(resume=True) needs to know from where: give the fit a Checkpoint(path)')
         for cb in cbs: cb.resuming = True
 

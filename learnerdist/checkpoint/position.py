@@ -40,8 +40,8 @@ def reordered(dl)->list:
 
 def streams_now(dls)->dict:
     "What a fit draws from that nothing seeds: the streams of this process; the generators and orders of its loaders"
-    own = [_state(g) for g in Generators.of(dls)]
-    return dict(process=rng_state(), own=own, orders=[[*o] for o in reordered(dls.train)])
+    own = [*map(_state, Generators.of(dls))]
+    return dict(process=rng_state(), own=own, orders=[*map(list, reordered(dls.train))])
 
 def set_streams(dls, state:dict):
     "Restore what `streams_now` gave"

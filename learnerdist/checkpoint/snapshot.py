@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from fastcore.foundation import L
 from torch import Tensor
 
 from ..core.collectives import gather_objects
 from ..core.env import group_rank,group_timeout,is_rank0,shared_store,wait_keys
 from ..core.files import own_folder,whole_file
 from ..core.remote import Remote,RemoteError,copied,here,written
-from ..core.shards import is_sharded,map_tensors,put_together
+from ..core.shards import containers,is_sharded,map_tensors,put_together
 from ..core.stacks import need
 from ..core.weights import DamagedFile,load_plain,map_bytes,save_sealed
 from ..learner.saving import in_folders
@@ -46,9 +45,10 @@ def to_plain(o, at:str, exact=False):
     if isinstance(o, np.ndarray):
         items = torch.from_numpy(o.copy())
         return dict(__type__='numpy', items=items) if exact else items
-    is_known = kind in (dict,list,tuple,L) or not exact and isinstance(o, (dict,list,tuple,deque))
+    is_known = kind in (dict,*containers) or not exact and isinstance(o, (dict,list,tuple,deque))
     why = f'{at}: a {kind.__name__} is no plain data'
-    need(is_known, f'{why}: keep numbers, texts, tensors, arrays, lists, tuples and dicts in a checkpoint')
+    remedy = 'keep numbers, texts, tensors, arrays, lists, tuples and dicts in a checkpoint'
+    need(is_known, f'{why}: {remedy}')
     if isinstance(o, dict): return {to_plain(k, at): to_plain(v, f'{at}/{k}', exact) for k,v in o.items()}
     # one for each step of a fit: nobody walks over them
     is_history = exact and kind is list and {*map(type, o)}=={float}
@@ -167,7 +167,7 @@ def read_snapshot(folder, info:dict, names=('model','state'), like=None, check=T
     parts = {k: part(k, mapped, check and is_rank0()) for k in names}
     if not n: return parts
     rows = cache(lambda i: part(f'rows_{i}', True, check)['rows'])
-    return {k: {j: put_together(v, rows, n, like) for j,v in o.items()} for k,o in parts.items()}
+    return put_together(parts, rows, n, like)
 
 def _read_part(path, expected, mapped, check):
     try: data = map_bytes(here(path)) if mapped else here(path).read_bytes()

@@ -111,10 +111,10 @@ class Memory(Where):
         here = [o.name for o in snapshots(self.folder)]
         of_ranks = gather_objects(here if self.leads else None)
         known = [o for o in of_ranks if o is not None] # of each machine
-        whole = [o for o in here if all(o in names for names in known)]
+        whole = {*here}.intersection(*known)
         self.is_lost = any(known) and not whole
         if not whole: return None
-        at = self.folder/whole[-1]
+        at = self.folder/max(whole, key=here.index)
         info = read_manifest(at)
         parts = read_snapshot(at, info, like=like, check=False)
         return Found('the state in memory', info, [], parts)

@@ -6,8 +6,9 @@
 __all__ = ['distrib_barrier', 'all_sum', 'all_mean', 'gather_objects', 'broadcast_object']
 
 # %% ../../nbs/core/02_collectives.ipynb #c002
-import hashlib,pickle
+import hashlib,pickle,re
 from functools import reduce
+from itertools import starmap
 from operator import itemgetter
 
 import torch
@@ -17,11 +18,12 @@ from torch.nn.parameter import is_lazy
 
 from .compat import tree_leaves,tree_map
 from .env import current_group,group_rank,group_size,in_group,next_phase,waits
+from .stacks import need
 
 # %% ../../nbs/core/02_collectives.ipynb #c005
 def carried(t):
     "`t` as the group sends it: contiguous, and on a device of the group; one of nccl alone has no CPU tensors"
-    kinds = [o.split(':')[0] for o in dist.get_backend_config(current_group()).split(',')]
+    kinds = re.findall(r'(\w+):', dist.get_backend_config(current_group()))
     return (t if t.device.type in kinds else t.to(torch.device(kinds[0]))).contiguous()
 
 def by_gloo(device:torch.device)->bool:
@@ -60,8 +62,8 @@ def broadcast_tensors(tensors):
     this. ValueError if a tensor has no shape yet"""
     if group_size()<2: return
     tensors = [*tensors]
-    if any(map(is_lazy, tensors)):
-        raise ValueError('the model has lazy layers: call it on a batch before the context, learn.model(*x)')
+    remedy = 'call it on a batch before the context, learn.model(*x)'
+    need(not any(map(is_lazy, tensors)), f'the model has lazy layers: {remedy}')
     for t in tensors: # as bytes: gloo knows few types
         o = carried(t.detach())
         dist.broadcast(o.reshape(-1).view(torch.uint8), 0, group=current_group())
@@ -70,11 +72,11 @@ def broadcast_tensors(tensors):
 # %% ../../nbs/core/02_collectives.ipynb #hostcode1
 def to_host(o):
     "`o`, nested lists and dicts, with the tensors of a device in host memory, which are read at once"
-    own = [t for t in tree_leaves(o) if _is_away(t)]
+    own = [*filter(_is_away, tree_leaves(o))]
     if not own: return o
     device = own[0].device
     flat = [t.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for t in own]
-    parts = iter(torch.cat(flat).cpu().split([t.nbytes for t in own]))
+    parts = iter(torch.cat(flat).cpu().split([*map(len, flat)]))
     def read(t): return next(parts).clone().view(t.dtype).reshape(t.shape) if _is_away(t) else t
     return tree_map(read, o)
 
@@ -137,13 +139,14 @@ def gather_rows(t:Tensor, dst:int=None)->list:
     the other dimensions and the dtype are the same on all; dst: the only rank that gets the rows; None: every rank;
     returns: one tensor for each rank, on `t`'s device; None on ranks other than `dst`"""
     if group_size()<2: return [t]
-    sizes = [int(o) for o in gather_alike(torch.tensor(len(t)))]
+    sizes = [*map(int, gather_alike(torch.tensor(len(t))))]
     full = torch.cat([t, t.new_zeros(max(sizes)-len(t), *t.shape[1:])])
     sent = carried(full.reshape(-1).view(torch.uint8)) # gloo lacks some dtypes
     if dst is None: outs = _gather(sent)
     else:
         outs = [torch.empty_like(sent) for _ in sizes] if group_rank()==dst else None
-        dist.gather(sent, outs, dst, group=current_group()) # our groups hold all ranks, in their order
+        # our groups hold all ranks, in their order
+        dist.gather(sent, outs, dst, group=current_group())
     return outs and [o.to(t.device).view(t.dtype).reshape(full.shape)[:n] for o,n in zip(outs, sizes)]
 
 # %% ../../nbs/core/02_collectives.ipynb #same2
@@ -182,7 +185,7 @@ def reduce_sums(reds:list, by_batch=()):
     places = [(red.obj,k) for red in reds for k in red.names]
     if not places: return
     ordered = {(id(obj),k) for obj,k in by_batch}
-    owns = [getattr(*o) for o in places]
+    owns = [*starmap(getattr, places)]
     parts = gather_objects([*map(_plain, owns)])
     for (obj,k),own,os in zip(places, owns, zip(*parts)):
         if (id(obj),k) in ordered: setattr(obj, k, _like(in_order(os), (), own[1]))

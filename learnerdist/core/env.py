@@ -86,9 +86,9 @@ def default_device(
     n = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     kind,_,index = str(device).rpartition(':')
     is_visible = index.isdigit() and int(index)<n and kind in ('',built_for().type)
-    if device is not None and not is_visible:
-        what = f'device={device!r}, but {n} GPUs are visible'
-        raise ValueError(f'{what}: leave it out to choose by local rank. It is no batch size')
+    what = f'device={device!r}, but {n} GPUs are visible'
+    remedy = 'leave it out to choose by local rank. It is no batch size'
+    need(device is None or is_visible, f'{what}: {remedy}')
     if not n: return torch.device('cpu')
     chosen = torch.device(built_for().type, local_rank()%n if device is None else int(index))
     if own_backend(chosen) or not (num_distrib()>1 or in_group()): return chosen
@@ -206,7 +206,7 @@ def _how(kind, message):
 
 _absent = ''', and this rank waits for it, in a call that all ranks have to make (fit, validate,
 get_preds): has this rank made it alone? Make it outside of `if rank==0`'''.replace('\n', ' ')
-_well = [('SystemExit',o) for o in ('','0','None')]
+_well = ('SystemExit',''),('SystemExit','0'),('SystemExit','None')
 
 # %% ../../nbs/core/01_env.ipynb #left01b
 def pack_error(e)->str:
@@ -240,8 +240,9 @@ def _check_on(store, keys):
     "`RankError` if a rank has left without setting its key, or if a rank has failed in this rank's section"
     shared = shared_store()
     found = [o for o in section if shared.check([o])]
-    gone = [r for r in keys if shared.check([f'left/{r}'])] if shared.check(['left']) else []
-    found += [f'left/{r}' for r in gone if not store.check([keys[r]])]
+    for r in keys if shared.check(['left']) else ():
+        # its key is looked up last: a rank may set it, and leave
+        if shared.check([f'left/{r}']) and not store.check([keys[r]]): found.append(f'left/{r}')
     if found: raise unpack_error(shared.get(found[0]).decode())
 
 def patience(timeout_s:float)->float:
@@ -268,7 +269,7 @@ def wait_keys(store, keys:dict, timeout_s, what='', unless=None)->list:
             if absent: _print_once(store, f'said/{keys[absent[0]]}', f'rank {names} {what}')
             what = ''
         time.sleep(min(.5, .002+waited/10))
-    return [o.decode() for o in store.multi_get([*keys.values()])]
+    return [*map(bytes.decode, store.multi_get([*keys.values()]))]
 
 # %% ../../nbs/core/01_env.ipynb #waits04
 def _print_once(store, key, what):
@@ -442,9 +443,9 @@ def _event_loops():
     found = {}
     for o in Path('/proc/self/fdinfo').glob('*'):
         with suppress(OSError):
-            fds = re.findall(r'^tfd:\s*(\d+)', o.read_text(), re.M)
-            found[int(o.name)] = [int(fd) for fd in fds if is_socket(fd)]
-    return {k:v for k,v in found.items() if v}
+            fds = filter(is_socket, re.findall(r'^tfd:\s*(\d+)', o.read_text(), re.M))
+            if sockets := [*map(int, fds)]: found[int(o.name)] = sockets
+    return found
 
 @contextmanager
 def noting_loops():
@@ -456,10 +457,11 @@ def noting_loops():
 def _hang_up():
     """Shut down the connections of our groups, even while references to the groups exist. The ranks at the other
     ends get an error"""
-    ours = [fds for loop,fds in _event_loops().items() if loop in _loops]
-    for fd in sum(ours, []):
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
-            if not s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN): s.shutdown(socket.SHUT_RDWR)
+    for loop,fds in _event_loops().items():
+        if loop not in _loops: continue
+        for fd in fds:
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
+                if not s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN): s.shutdown(socket.SHUT_RDWR)
 
 # %% ../../nbs/core/01_env.ipynb #close1b
 _watches = [] # Events that end the threads of `_watch_device`

@@ -12,6 +12,11 @@ from pathlib import Path
 
 from .stacks import need
 
+# %% ../../nbs/core/00_hosts.ipynb #astx1
+def as_texts(values:dict)->dict:
+    "Values of environment variables, as the environment holds them"
+    return {k: str(v) for k,v in values.items()}
+
 # %% ../../nbs/core/00_hosts.ipynb #c005
 def slurm_env(env=os.environ)->dict:
     """What srun says of this process, under torchrun's names. ValueError for numbers that contradict. returns: RANK,
@@ -20,16 +25,17 @@ def slurm_env(env=os.environ)->dict:
     n = _number(env, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS')
     n_nodes = _number(env, 'SLURM_STEP_NUM_NODES', 'SLURM_NNODES')
     if n < 2: return {}
-    rank,local,node = (_number(env, k) for k in ('SLURM_PROCID','SLURM_LOCALID','SLURM_NODEID'))
+    rank = _number(env, 'SLURM_PROCID')
+    local,node = _number(env, 'SLURM_LOCALID'),_number(env, 'SLURM_NODEID')
     need(rank < n, f'SLURM_PROCID={rank}, but SLURM_NTASKS={n}: a task is numbered from 0')
     need(n >= n_nodes, f'SLURM_NTASKS={n} and SLURM_NNODES={n_nodes}: start a task on each node')
-    job,step = (int(env.get(k, 0)) for k in ('SLURM_JOB_ID','SLURM_STEP_ID'))
+    job,step = int(env.get('SLURM_JOB_ID', 0)),int(env.get('SLURM_STEP_ID', 0))
     # below the range of ports that systems assign by themselves
     port = env.get('MASTER_PORT') or 15000 + (31*job+step)%10000
     res = dict(RANK=rank, WORLD_SIZE=n, LOCAL_RANK=local, LOCAL_WORLD_SIZE=-(-n//n_nodes))
     res |= dict(GROUP_RANK=node, GROUP_WORLD_SIZE=n_nodes)
     res |= dict(MASTER_ADDR=_first_addr(env, n_nodes), MASTER_PORT=port)
-    return {k: str(v) for k,v in res.items()}
+    return as_texts(res)
 
 def _in_step(env):
     if 'SLURM_PROCID' not in env: return False
@@ -56,7 +62,7 @@ def _first_addr(env, n_nodes):
     need(found, f'SLURM_NNODES={n_nodes}, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set')
     return found
 
-def _first(env, *names): return next((env[k] for k in names if env.get(k)), '')
+def _first(env, *names): return next(filter(None, map(env.get, names)), '')
 
 # %% ../../nbs/core/00_hosts.ipynb #c012
 def check_slurm(name:str, given, meant, slurm:str):
@@ -84,8 +90,7 @@ def foreign_rank(env=os.environ)->dict:
     """What mpirun or srun says of this process, under torchrun's names. ValueError for what is missing. returns: RANK,
     WORLD_SIZE and so on; empty if this process is alone, or has RANK already"""
     if env.get('RANK'): return {}
-    given = (o for o in map(str.split, _mpi) if env.get(o[0]))
-    found = next((o for o in given if not (_in_step(env) and _is_sruns(env, *o[:2]))), None)
+    found = next((o for o in map(str.split, _mpi) if _is_set(env, *o)), None)
     if found is None:
         res = slurm_env(env)
         for k,slurm in dict(WORLD_SIZE='SLURM_NTASKS', LOCAL_RANK='SLURM_LOCALID').items():
@@ -108,10 +113,12 @@ def foreign_rank(env=os.environ)->dict:
     local = {k: env[o] for k,o in zip(('LOCAL_RANK','LOCAL_WORLD_SIZE'), found[2:]) if env.get(o)}
     return res | local
 
-def _is_sruns(env, rank, size):
-    "Whether srun has set these; its own variables say more: --mpi=pmix sets PMIX_RANK alone, pmi2 no local rank"
+def _is_set(env, rank, size, *_):
+    """Whether a launcher other than srun has set these. srun's own variables say more: --mpi=pmix sets PMIX_RANK alone,
+    pmi2 no local rank"""
+    if not env.get(rank) or not _in_step(env): return bool(env.get(rank))
     tasks = _first(env, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS')
-    return not env.get(size) or (env[rank],env[size]) == (env['SLURM_PROCID'],tasks)
+    return bool(env.get(size)) and (env[rank],env[size]) != (env['SLURM_PROCID'],tasks)
 
 def _starter(name):
     "The process that has set the variable `name`, the same for all ranks: the nearest one above that has none"

@@ -208,11 +208,14 @@ def undoing(func):
         # their kernels change statistics without a new version, see `_fill`
         if isinstance(o, TrackingNorm): yield from [partial(b.data.copy_, b.clone()) for b in o.buffers(False)]
         if isinstance(o, FunctionType):
-            cells = [c for c in o.__closure__ or () if c!=CellType()]
+            inner = []
+            for c in o.__closure__ or ():
+                if c==CellType(): continue
+                inner.append(c.cell_contents)
+                yield partial(setattr, c, 'cell_contents', c.cell_contents)
             names = {k: o.__globals__[k] for k in o.__code__.co_names if k in o.__globals__}
-            inner = [*[c.cell_contents for c in cells],*names.values()]
             yield partial(o.__globals__.update, names)
-            yield from [partial(setattr, c, 'cell_contents', c.cell_contents) for c in cells]
+            inner += names.values()
             for v in inner: # callables, but for functions of other files
                 if callable(v) and getattr(v, '__globals__', o.__globals__) is o.__globals__: todo.append(v)
             values += inner

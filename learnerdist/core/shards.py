@@ -27,7 +27,7 @@ def is_sharded(o)->bool:
 
 def a_part(model):
     "Any part of a sharded model; None of another one"
-    return next((p for p in model.parameters() if is_sharded(p)), None)
+    return next(filter(is_sharded, model.parameters()), None)
 
 def has_parts(model)->bool:
     "Whether a model is sharded"
@@ -52,7 +52,8 @@ def shard_position(like)->tuple:
 # %% ../../nbs/core/05_shards.ipynb #hb26b00d
 def _cut(n, W, i):
     "The rows of part i of W, as `torch.chunk` cuts"
-    return [min(-(-n//W)*o, n) for o in (i,i+1)]
+    size = -(-n//W)
+    return min(i*size, n),min((i+1)*size, n)
 
 def full_tensor(t:Tensor, dst:int=None):
     """The whole of a tensor of which each rank has a part. Sync point; a tensor that is no part is returned as it is.
@@ -122,12 +123,12 @@ def put_together(state, rows, n_files:int, like=None):
     n,*rest = shape = state['shape']
     k,W = (0,1) if like is None else shard_position(like)[:2]
     a,b = _cut(n, W, k)
-    cuts = {i: _cut(n, n_files, i) for i in range(n_files)}
-    needed = [i for i,(s,e) in cuts.items() if s<b and a<e]
     pieces = []
-    for i in needed or [k*n_files//W]: # without rows: for the dtype
-        s,_ = cuts[i]
-        pieces.append(rows(i)[state[_mark]].reshape(-1, *rest)[max(a-s, 0):max(b-s, 0)])
+    for i in range(n_files):
+        s,e = _cut(n, n_files, i)
+        for_dtype = a==b and i==k*n_files//W # this rank has no rows
+        if for_dtype or s<b and a<e:
+            pieces.append(rows(i)[state[_mark]].reshape(-1, *rest)[max(a-s, 0):max(b-s, 0)])
     own = torch.cat(pieces) # a copy
     if like is None: return own
     return part_from(own.to(like.to_local().device), like, shape)
@@ -162,7 +163,7 @@ def optimizers_in(opt)->list:
     for o in found: # it grows
         for v in vars(o).values():
             is_opt = hasattr(v, 'param_groups') or hasattr(v, 'param_lists')
-            if is_opt and all(v is not p for p in found): found.append(v)
+            if is_opt and v not in found: found.append(v)
     return found
 
 def groups_of(opt)->list:
@@ -176,7 +177,7 @@ def exchange_params(opt, new:dict, f):
     the tensor that replaces it in the parameter's state"""
     def get(p): return new.get(id(p), p)
     for own in map(vars, optimizers_in(opt)):
-        for g in own.get('param_groups', ()): g['params'] = [get(p) for p in g['params']]
+        for g in own.get('param_groups', ()): g['params'] = [*map(get, g['params'])]
         if 'param_lists' in own: own['param_lists'] = L(L(map(get, ps)) for ps in own['param_lists'])
         for k in ('state','slow'):
             d = own.get(k)

@@ -49,6 +49,17 @@ def _walk(at):
     both = traceback.walk_stack(at) if at else ()
     return [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,n in both]
 
+# %% ../../nbs/core/00_stacks.ipynb #ownfr1
+def own_frames(frames:list)->list:
+    "Those of these `Frame`s that are in the user's own code"
+    return [o for o in frames if not in_library(o.file)]
+
+def in_library(file:str)->bool:
+    "Whether a file belongs to Python, to an installed package, or to learnerdist. file: path of a source file"
+    return file.startswith(_library) or '-packages' in file
+
+_library = sysconfig.get_path('stdlib'),str(Path(learnerdist.__file__).parent),'<frozen'
+
 # %% ../../nbs/core/00_stacks.ipynb #c005c
 def describe_error(e:BaseException)->dict:
     "An exception as texts: `kind` (name of its type), `message`, `trace` (its traceback)"
@@ -57,14 +68,7 @@ def describe_error(e:BaseException)->dict:
 def users_frame(frames:list)->Frame:
     """The innermost frame of the user's own code, that is outside of installed packages; if there is none, the
     innermost frame of all. frames: `Frame`s, the innermost first"""
-    own = [o for o in frames if not in_library(o.file)]
-    return next(iter([*own, *frames]), Frame('?', 0, '?'))
-
-def in_library(file:str)->bool:
-    "Whether a file belongs to Python, to an installed package, or to learnerdist. file: path of a source file"
-    return file.startswith(_library) or '-packages' in file
-
-_library = sysconfig.get_path('stdlib'),str(Path(learnerdist.__file__).parent),'<frozen'
+    return next(iter([*own_frames(frames), *frames]), Frame('?', 0, '?'))
 
 # %% ../../nbs/core/00_stacks.ipynb #c005d
 def need(ok, remedy:str, **given):

@@ -122,7 +122,8 @@ def load_weights(path, device='cpu', mapped=False)->tuple:
 def _read(path, device, mapped):
     file = here(path)
     # a named pipe would wait for its writer
-    need(file.is_file() or not file.exists(), f'{path} is not a regular file: give one that `save` wrote')
+    is_other = file.exists() and not file.is_file()
+    need(not is_other, f'{path} is not a regular file: give one that `save` wrote')
     if path.name.endswith('.index.json'): return _several(path, device, mapped),None
     if is_safetensors(path): res = load_tensors(file)
     else: res = load_plain(map_bytes(file) if mapped else file.read_bytes(), file, device, mapped)

@@ -67,7 +67,8 @@ class Deal:
         # Parts of a step, of all ranks, where each is read by itself; None: a batch is a rank's part
         own['n_parts'] = self.max_bs and count_parts(step, self.max_bs, W)
         n = own['n_parts'] or 0
-        own['own_parts'] = range(self.rank*n//W, (self.rank+1)*n//W) # Their numbers on this rank
+        # their numbers on this rank
+        own['own_parts'] = range(self.rank*n//W, (self.rank+1)*n//W)
 
     def taken(self, items, at:int=0):
         "This rank's items of some that follow each other: a list, a range or a tensor. at: how many come before"
@@ -163,15 +164,19 @@ def batch_count(n:int, bs:int, drop_last:bool=False)->int:
     return n//bs if drop_last else -(-n//bs)
 
 # %% ../../nbs/data/00_dealing.ipynb #c037
+def are_dealt(lens:list)->bool:
+    "Whether parts of these lengths may come from one order that was dealt like cards"
+    n,W = sum(lens),len(lens)
+    return lens==[len(range(r, n, W)) for r in range(W)]
+
 def undeal(parts):
     """Put the shares of all ranks back into the order from which they were dealt. ValueError if the lengths cannot
     come from one order. parts: the shares of all ranks in rank order, tensors `(n_r, …)` or lists; without padding,
     so lengths differ by at most one; returns: tensor `(n, …)` or list"""
     parts = list(parts)
-    W,lens = len(parts),[len(p) for p in parts]
+    W,lens = len(parts),[*map(len, parts)]
     first,n = parts[0],sum(lens)
-    dealt = lens==[len(range(r, n, W)) for r in range(W)]
-    need(dealt, f'parts of lengths {lens} were not dealt from one order without padding')
+    need(are_dealt(lens), f'parts of lengths {lens} were not dealt from one order without padding')
     out = first.new_empty(n, *first.shape[1:]) if isinstance(first, Tensor) else [None]*n
     for r,p in enumerate(parts): out[r::W] = p
     return out

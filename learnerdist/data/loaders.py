@@ -8,6 +8,7 @@ __all__ = ['to_device', 'TfmdDL', 'DataLoaders']
 # %% ../../nbs/data/01_loaders.ipynb #c002
 import copy, inspect, sys, torch
 from collections.abc import Mapping
+from fastcore.basics import attrdict
 from functools import reduce
 from pathlib import Path
 from torch import Tensor
@@ -83,9 +84,14 @@ def find_bs(b)->int:
         return len(b) if hasattr(b, '__len__') and not hasattr(b, 'shape') else 1
     cols = list(b.values()) if isinstance(b, Mapping) else b
     for kind in (_is_array, _is_rows, lambda o: isinstance(o, (Mapping, list, tuple))):
-        col = next((o for o in cols if kind(o)), None)
+        col = next(filter(kind, cols), None)
         if col is not None: return len(col) if kind is _is_rows else find_bs(col)
     return 1
+
+# %% ../../nbs/data/01_loaders.ipynb #wout1
+def without(d:dict, names)->dict:
+    "A dict without these keys"
+    return {k: v for k,v in d.items() if k not in names}
 
 # %% ../../nbs/data/01_loaders.ipynb #c015
 _OPTIONS = [*inspect.signature(DataLoader).parameters][1:] # after the data set
@@ -121,9 +127,9 @@ def loader_settings(dl:DataLoader)->dict:
     bs = dl.batch_sampler
     drop = ['batch_sampler']
     if isinstance(dl.dataset, IterableDataset): drop = ['sampler', 'batch_sampler']
-    elif dl.batch_size is None and type(bs) is BatchSampler: res |= {o: getattr(bs, o) for o in _BATCHES}
+    elif dl.batch_size is None and type(bs) is BatchSampler: res |= attrdict(bs, *_BATCHES)
     elif dl.batch_size is None and bs is not None: drop = _BATCHES
-    return {k:v for k,v in res.items() if k not in drop}
+    return without(res, drop)
 
 # %% ../../nbs/data/01_loaders.ipynb #c020
 def changed(dl:DataLoader, dataset=None, **kw)->DataLoader:
@@ -134,7 +140,7 @@ def changed(dl:DataLoader, dataset=None, **kw)->DataLoader:
     if 'bs' in kw: kw['batch_size'] = kw.pop('bs')
     gone = {*(_WORKER_OPTIONS if kw.get('num_workers')==0 else ())}
     for k in kw: gone.update(_REPLACES.get(k, ()))
-    old = {k:v for k,v in loader_settings(dl).items() if k not in gone}
+    old = without(loader_settings(dl), gone)
     if dataset is None: dataset = dl.dataset
     else: _for_other_data(old)
     new = copy.copy(dl)
@@ -333,7 +339,7 @@ class DataLoaders:
         tfms = dict(after_item=[*as_list(augment),*as_list(kw.get('after_item'))])
         tfms |= dict(after_batch=[*as_list(augment_batch),*as_list(kw.get('after_batch'))])
         dls = [TfmdDL(train_ds, bs, shuffle, **kw|tfms)]
-        kw = {k:v for k,v in kw.items() if k not in (*_BATCHES, 'batch_sampler')}
+        kw = without(kw, (*_BATCHES, 'batch_sampler'))
         if valid_ds is not None: dls.append(TfmdDL(valid_ds, bs if valid_bs is None else valid_bs, **kw))
         return cls(*dls, path=path, device=device, n_inp=n_inp)
     def __getitem__(self, i):

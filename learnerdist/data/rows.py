@@ -47,17 +47,22 @@ def listed(b):
     "The parts of a batch; a tuple from collation is a list of samples"
     return [list(o) if type(o) is tuple else o for o in b]
 
+# %% ../../nbs/data/02_rows.ipynb #aslf1
+def as_leaf(b):
+    "The batch as one leaf"
+    return Samples([b])
+
 # %% ../../nbs/data/02_rows.ipynb #c007
 def _columns(bs):
     leaves,specs = zip(*map(tree_flatten, bs))
-    return ([*map(list, zip(*leaves))],specs[0]) if all(o==specs[0] for o in specs) else None
+    return ([*map(list, zip(*leaves))],specs[0]) if specs.count(specs[0])==len(specs) else None
 
 def aligned(bs:list)->tuple:
     """The leaves of several batches, side by side. Batches of different structures are leaves. bs: batches, with one
     at least; returns: for each leaf the list of its parts, one for each batch; and the structure, for
     `tree_unflatten`"""
-    found = _columns(bs) or _columns([loosely(b) for b in bs])
-    return found or _columns([Samples([b]) for b in bs])
+    found = _columns(bs) or _columns([*map(loosely, bs)])
+    return found or _columns([*map(as_leaf, bs)])
 
 def loosely(b):
     """The batch with those plain lists as `Samples` that have as many entries as their first tensor has rows. b: from

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from fastcore.basics import filter_values
 from torch import Tensor,nn
 from torch.utils.data import IterableDataset
 
@@ -149,7 +150,7 @@ def same_data(dls:list, findings, gather=gather_same):
     found = unequal(gather(named|few_samples(dls)))
     if not found: return
     text = f'the ranks have different data: {describe_unequal(found)}; {_drawn_data}'
-    if any(k.startswith('len(') for k in found): raise ValueError(coded('different-data', text))
+    if named.keys()&found.keys(): raise ValueError(coded('different-data', text))
     findings.reported.add(('different-data','samples')) # see `compare_weights`
     findings('different-data', f'{text}, or use distrib_ctx(checks=False) if this is intended')
 
@@ -199,8 +200,8 @@ def settings(learn, shares:list)->dict:
     res = dict(n_epoch=learn.n_epoch, optimizer=type(learn.opt).__name__, n_groups=len(groups))
     for i,dl in enumerate(shares): res[f'batch size of loader {i}'] = dl.dealer.global_bs or batch_shape(dl)[0]
     for i,g in enumerate(groups):
-        plain = {k: v for k,v in g.items() if isinstance(v, (int,float,str))}
-        res |= {f'{k} of parameter group {i}': v for k,v in plain.items()}
+        for k,v in g.items():
+            if isinstance(v, (int,float,str)): res[f'{k} of parameter group {i}'] = v
     return res
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp02b
@@ -264,8 +265,9 @@ def modules_beside(learn)->dict:
         for k,v in vars(cb).items():
             found[f'{name}.{k}'] = v
             inner = held(v) if type(v) in (list,tuple,dict) else {}
-            found |= {f'{name}.{k}[{i!r}]': o for i,o in inner.items()}
-    own = {*map(id, (get_model(learn.model),learn.model))} # a metric of torchmetrics equals anything
+            for i,o in inner.items(): found[f'{name}.{k}[{i!r}]'] = o
+    # a metric of torchmetrics equals anything
+    own = {*map(id, (get_model(learn.model),learn.model))}
     return {k: o for k,o in found.items() if isinstance(o, nn.Module) and id(o) not in own}
 
 def tensors_beside(learn, batchnorm=True)->dict:
@@ -289,7 +291,7 @@ def order_of(dl)->dict:
     d = getattr(dl, 'dealer', None)
     if d is None or d.streams: return {}
     named = {'first items': d.hashes[0].item(), 'whole order': d.hashes[2].item()}
-    return {k: h for k,h in named.items() if h}
+    return filter_values(named, bool)
 
 def drawn_alone(dl)->str:
     "What the user should know if the order of a loader differs between ranks"

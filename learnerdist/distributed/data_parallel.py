@@ -24,7 +24,8 @@ def check_device_ids(device_ids, n:int)->list:
     ids = []
     for o in listify(device_ids):
         if not isinstance(o, int): o = torch.device(o).index
-        need(not n or o in range(n), f'device_ids={device_ids} names [{o}], but {n} GPUs are visible')
+        what = f'device_ids={device_ids} names [{o}], but {n} GPUs are visible'
+        need(not n or o in range(n), what)
         need(o not in ids, f'device_ids={device_ids} names a GPU twice')
         ids.append(o)
     return ids

@@ -7,17 +7,19 @@ __all__ = []
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c002
 import torch
+from collections import Counter
 from contextlib import ExitStack,contextmanager,nullcontext
 from functools import partial
 from itertools import chain
-from operator import itemgetter
+from operator import eq,itemgetter
+from fastcore.basics import noop
 from torch import Tensor
 
 from ..core.collectives import gather_objects,gather_rows
 from ..core.compat import tree_flatten,tree_map,tree_unflatten
 from ..core.env import group_rank,group_size
-from ..data.rows import Samples,StoredRows,aligned,as_ints,join_leaf,loosely,row_bytes,stored_kind
-from ..data.dealing import undeal
+from ..data.rows import Samples,StoredRows,aligned,as_ints,as_leaf,join_leaf,loosely,row_bytes,stored_kind
+from ..data.dealing import are_dealt,undeal
 from .vote_links import Phase,SocketLinks,nameless
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017
@@ -34,7 +36,7 @@ def _n_rows(leaf): return len(leaf) if getattr(leaf, 'ndim', hasattr(leaf, '__le
 def _fit(infos):
     "Whether the batches of all ranks have one structure"
     specs = [tree_flatten(o['template'])[1] for o in infos if o['ks']]
-    return all(o==specs[0] for o in specs)
+    return all(map(eq, specs, specs[1:]))
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017c
 def row_places(ks:list, lens:list)->tuple:
@@ -50,29 +52,29 @@ def row_places(ks:list, lens:list)->tuple:
     for i,ms in sorted(rows.items()):
         W,n = len(ms),sum(ms.values())
         sizes.append(n)
-        dealt = W>1 and [*ms.values()]==[len(range(r, n, W)) for r in range(W)]
+        dealt = W>1 and are_dealt([*ms.values()])
         first = start
         start += n
         for j,(r,m) in enumerate(ms.items()):
             if dealt: found[r][i] = range(first+j, start, W)
             else: found[r][i] = range(first, first+m)
             if not dealt: first += m
-    return [[own[i] for i in k] for own,k in zip(found, ks)],sizes
+    return [[*map(own.get, k)] for own,k in zip(found, ks)],sizes
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath1
 class Gathered:
     "What all ranks have of each batch, in the order of the batches. Read it after the body of `storage`"
     def __init__(self, infos:list, leaves:list, lens:list):
-        """From what each rank has (`_described`), leaves (`StoredRows`, tensors or lists), and the rows of each batch
-        for each leaf; None for a list"""
+        """From what ranks have (`_described`; of those that have batches), leaves (`StoredRows`, tensors or lists), and
+        the rows of each batch for each leaf; None for a list"""
         self.leaves,self.lens = leaves,lens
-        infos = [o for o in infos if o['ks']]
         first = infos[0]
         self.spec = tree_flatten(first['template'])[1]
         self.classes = [kind and kind[2] for kind in first['kinds']]
-        self.ns = {}
-        found = chain(*(zip(o['ks'], o['ns']) for o in infos))
-        for k,n in sorted(found): self.ns[k] = self.ns.get(k, 0)+n
+        ns = Counter()
+        for o in infos:
+            for k,n in zip(o['ks'], o['ns']): ns[k] += n
+        self.ns = dict(sorted(ns.items()))
     def _read(self):
         for i,o in enumerate(self.leaves):
             if isinstance(o, StoredRows): self.leaves[i] = o.read().as_subclass(self.classes[i]) # once
@@ -97,34 +99,34 @@ def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None)->Gathe
     `dst` gets the result, or all ranks. `make` makes room for the rows, see `storage`; without it they travel. None if
     no rank has any batch. Sync point"""
     ns = [0]*len(ks) if ns is None else ns
-    as_they_are = lambda o: o
     # a list may be read in two ways; else the batches are leaves
-    for read in (as_they_are,loosely,lambda o: Samples([o])):
+    for read in (noop,loosely,as_leaf):
         cols,info = _described([*map(read, parts)], ks, ns)
         infos = gather_objects(info)
         if _fit(infos): break
     parts.clear()
-    if not any(o['ks'] for o in infos): return None
-    first = next(o for o in infos if o['ks'])
-    cols = cols or [[] for _ in first['kinds']]
+    filled = [o for o in infos if o['ks']]
+    if not filled: return None
+    cols = cols or [[] for _ in filled[0]['kinds']]
     leaves,lens = [],[]
     for i,own in enumerate(cols):
-        kinds = {o['kinds'][i] for o in infos if o['ks']}
-        dense = len(kinds)==1 and None not in kinds
-        got,n = _dense(own, infos, i, dst, make) if dense else (_pickled(own, ks, dst),None)
+        kind,*others = {o['kinds'][i] for o in filled}
+        dense = kind is not None and not others
+        got,n = _dense(own, kind, infos, i, dst, make) if dense else (_pickled(own, ks, dst),None)
         leaves.append(got)
         lens.append(n)
-    if dst in (None,group_rank()): return Gathered(infos, leaves, lens)
+    if dst in (None,group_rank()): return Gathered(filled, leaves, lens)
     for o in leaves: # which `dst` alone reads
         if isinstance(o, StoredRows): o.file.close()
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath2
 _piece = 1<<24 # Bytes that a rank sends at a time
 
-def _dense(own, infos, i, dst, make):
-    "Leaf `i` of all ranks, whose parts fit one tensor; and the rows of each batch"
-    shape,dtype,cls,device = next(o['kinds'][i] for o in infos if o['ks'])
-    at,lens = row_places([o['ks'] for o in infos], [o['lens'][i] if o['ks'] else [] for o in infos])
+def _dense(own, kind, infos, i, dst, make):
+    "Leaf `i` of all ranks, whose parts fit one tensor, see `dense_kind`; and the rows of each batch"
+    shape,dtype,cls,device = kind
+    of_ranks = [o['lens'][i] if o['ks'] else [] for o in infos]
+    at,lens = row_places([o['ks'] for o in infos], of_ranks)
     if make is None or device!='cpu': return _exchanged(own, at, sum(lens), shape, dtype, cls, dst),lens
     rows = make((sum(lens),*shape), dtype)
     own.reverse()

@@ -8,10 +8,11 @@ __all__ = []
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc03
 import logging,random
 from collections import OrderedDict
-from itertools import product
+from itertools import cycle,islice,product
 from typing import NamedTuple
 
 import torch
+from fastcore.basics import chunked,filter_values
 from torch import Tensor
 
 from ..core.collectives import gather_objects
@@ -47,7 +48,7 @@ def read_items(learn, n:int)->list:
     need(read is not None, 'samples are not read one by one')
     k = len(dl.dataset)
     drawn = random.Random(k).sample(range(k), min(k, 4*n))
-    with shared_rng(0): res = sorted([read(drawn[i%len(drawn)]) for i in range(4*n)], key=_kind)
+    with shared_rng(0): res = sorted(map(read, islice(cycle(drawn), 4*n)), key=_kind)
     return [*res[:n],*res[-n:]]
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc06c
@@ -75,9 +76,9 @@ def _quiet(model, training):
         m.training = training and not isinstance(m, (BatchNorm,Dropout))
         own = vars(m)
         own[compiled_call] = None
-        for k in [k for k,v in own.items() if k.endswith('_hooks') and isinstance(v, dict)]:
+        for k,v in own.items():
             # weight_norm is one of torch's
-            own[k] = OrderedDict((i,f) for i,f in own[k].items() if _is_torchs(f))
+            if k.endswith('_hooks') and isinstance(v, dict): own[k] = OrderedDict(filter_values(v, _is_torchs))
         if isinstance(m, BatchNorm) and m.running_mean is None:
             like = next(m.parameters(), torch.zeros(0))
             m.running_mean = like.new_zeros(m.num_features)
@@ -127,8 +128,8 @@ def far(whole, part, n:int, m:int)->bool:
     if whole.ndim!=part.ndim or not whole.isfinite().all(): return False
     dims = [d for d in range(part.ndim) if part.shape[d]!=whole.shape[d]]
     if len(dims)!=1 or whole.shape[dims[0]]*m!=part.shape[dims[0]]*n: return False
-    a,b = [o.detach().cpu().double().movedim(dims[0], 0) for o in (whole,part)]
-    a,b = [o.reshape(len(o), -1) for o in (a,b)]
+    def rows(o): return o.detach().cpu().double().movedim(dims[0], 0).reshape(o.shape[dims[0]], -1)
+    a,b = rows(whole),rows(part)
     nearest = torch.cdist(b, a, compute_mode='donot_use_mm_for_euclid_dist').min(1)[0]
     of_row = a.norm()/len(a)**.5
     return bool((nearest > 10*losses.tolerance(part)*of_row).any())
@@ -150,8 +151,7 @@ def read_parts(learn, n:int)->list:
     """The batches that the check compares, as the loader makes them: (inputs, targets, number) of all samples, then of
     each of `n` parts"""
     items = read_items(learn, n)
-    parts = [items[i:i+2] for i in range(0, 2*n, 2)]
-    return [(*collated(learn, o), len(o)) for o in (items,*parts)]
+    return [(*collated(learn, o), len(o)) for o in (items,*chunked(items, 2))]
 
 def cut_parts(learn, n:int)->list:
     "As `read_parts`, cut from this rank's batch: samples cannot be read, or callbacks make what the model takes"
@@ -184,17 +184,19 @@ class SelfCheck:
         e = self.engine
         found = None
         if not e.sharded: found = self._look() # else the engine warns if the loss shows no count
-        every = gather_objects((cancelled,found))
-        if all(o for o,_ in every): return # the next batch
+        cancels,every = zip(*gather_objects((cancelled,found)))
+        if all(cancels): return # the next batch
         self.due = False
-        if not e.sharded: self._judge(every[0][1])
+        if not e.sharded: self._judge(every[0])
 
     def _look(self)->Found:
         "None if it cannot be computed: neither in evaluation nor in training"
         W = group_size()
         n = next(k for k in range(2, W+1) if W%k==0) # ranks compute each part equally often
         for training,make in product((False,True), (read_parts,cut_parts)):
-            try: return self._compare(*make(self.engine.learn, n), training=training, alike=make is read_parts)
+            try:
+                parts = make(self.engine.learn, n)
+                return self._compare(*parts, training=training, alike=make is read_parts)
             except Exception as e: log.debug('the self-check could not be computed: %r', e)
 
     def _compare(self, every, *parts, training, alike): # alike: whether other ranks have the same samples
@@ -206,7 +208,8 @@ class SelfCheck:
         is_other = whole.draws or not alike and waits.n>n_waits
         numbers,preds = {},[]
         for i in range(len(parts)):
-            k = (i+group_rank())%len(parts) # all parts at a time over ranks, for a collective of the model
+            # all parts at a time over ranks, for a collective of the model
+            k = (i+group_rank())%len(parts)
             pred = None
             if is_other and whole.loss is not None: pred = cut(whole.pred, n, k*m, k*m+m)
             own = computed(learn, *parts[k], training, pred)

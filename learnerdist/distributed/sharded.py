@@ -66,7 +66,8 @@ def shard_options(shard, ddp_kw=(), comm_hook=None)->ShardOptions:
     need(known, 'give True, classes such as [Block], or a function of a module', blocks=blocks)
     need(type(n) is int and n>0, 'give the number of copies of the model', replicas=n)
     has_policy = res.mp in (None,'bf16') or type(res.mp).__name__=='MixedPrecisionPolicy'
-    need(has_policy, "give 'bf16' or a MixedPrecisionPolicy; for float16 use learn.to_fp16()", mp=res.mp)
+    remedy = "give 'bf16' or a MixedPrecisionPolicy; for float16 use learn.to_fp16()"
+    need(has_policy, remedy, mp=res.mp)
     return res
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h16b03
@@ -79,8 +80,8 @@ def policy_of(mp, outermost):
 
 def offload_of(device:torch.device):
     "FSDP2's policy of offloading for the learner's device. ValueError on the CPU, where it would do nothing"
-    if device.type=='cpu':
-        raise ValueError('offload=True: the learner trains on the CPU, in whose memory the weights are: leave it out')
+    where = 'the learner trains on the CPU, in whose memory the weights are'
+    need(device.type!='cpu', f'offload=True: {where}: leave it out')
     from torch.distributed.fsdp import CPUOffloadPolicy
     return CPUOffloadPolicy()
 
@@ -99,8 +100,9 @@ def repeated_blocks(model)->list:
 # %% ../../nbs/distributed/09_sharded.ipynb #tie02
 def _shared(group:list, model):
     "Names of weights that modules of this group and something outside of it share"
-    own = {*chain(*[b.parameters() for b in group])}
-    inside = {*map(id, chain(*[b.modules() for b in group]))}
+    together = nn.ModuleList(group)
+    own = {*together.parameters()}
+    inside = {*map(id, together.modules())}
     res = []
     for k,m in model.named_modules():
         if id(m) in inside: continue
@@ -187,7 +189,7 @@ def with_shared(model, file)->dict:
     res = dict(file)
     for ks in names.values():
         found = [k for k in ks if k in file]
-        if found: res |= {k: file[found[0]] for k in ks if k not in file}
+        for k in ks if found else (): res.setdefault(k, file[found[0]])
     return res
 
 def fill_parts(model, file:dict, home, device):
@@ -232,9 +234,8 @@ class Sharded(Trained):
         self.cancels = tuple(engine.adapter.cancels.values())
         self.model = get_model(self.learn.model)
         device = self.learn.device
-        if device.type=='cpu' and not fsdp_on_cpu:
-            version = torch.__version__
-            raise ValueError(f'shard=: FSDP2 of torch {version} does not run on the CPU: get a newer torch')
+        found = f'shard=: FSDP2 of torch {torch.__version__} does not run on the CPU'
+        need(device.type!='cpu' or fsdp_on_cpu, f'{found}: get a newer torch')
         opts = engine.opts.shard
         W,n = group_size(),opts.replicas
         need(W%n==0, f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
@@ -310,7 +311,8 @@ class Sharded(Trained):
             found = f'{type(e).__name__} within the forward pass, where other ranks of a sharded model wait'
             raise ValueError(f'{found}: raise it in an event of a callback') from e
         step = self.engine.loop.step
-        return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
+        if not step or not step.is_over: return out
+        return weigh_back(out, self.engine.loop.weight_of_second())
 
     def replace_model(self, model):
         "ValueError: another model cannot take the place of one that is sharded"

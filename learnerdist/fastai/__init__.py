@@ -24,4 +24,4 @@ import fastai.learner as _learner
 import learnerdist.core.docstrings as _docstrings
 if _docstrings.is_interactive(): # so that `help` shows what parameters mean
     _ours = [o for o in vars(_learner.Learner).values() if getattr(o, '__module__', '').startswith('learnerdist.')]
-    _docstrings.add_docments([*(globals()[o] for o in __all__),*_ours])
+    _docstrings.add_docments([*map(globals().get, __all__),*_ours])

@@ -128,7 +128,8 @@ _skipped = 'item {} is skipped (SkipItemException), and ranks share batches: lea
 def _reading(new, get_idxs, dealer):
     "A copy of a loader that reads these indices (`n` stays that of the data set), by `_Items` where that is needed"
     if get_idxs: new.get_idxs = get_idxs
-    own = getattr(new.after_item, 'fs', getattr(new.after_item, '__func__', None) is not DataLoader.after_item)
+    is_users = getattr(new.after_item, '__func__', None) is not DataLoader.after_item
+    own = getattr(new.after_item, 'fs', is_users)
     draws = dealer.sample_seeds and (own or not new.indexed or not is_quiet(new.dataset))
     if draws or dealer.world_size>1 and dealer.unit=='row': _Items(new, dealer)
     return new

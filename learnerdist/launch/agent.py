@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import config_from_args
 from ..core.compat import store_of_agent
 from ..core.env import after
-from ..core.hosts import keep_alive,loopback
+from ..core.hosts import as_texts,keep_alive,loopback
 from .watch import Cause,Job,failures,log
 
 # %% ../../nbs/launch/04_agent.ipynb #nw09
@@ -149,7 +149,7 @@ class Agent(SimpleElasticAgent):
         for o in group.workers:
             own = dict(RANK=o.global_rank, WORLD_SIZE=o.world_size, LOCAL_RANK=o.local_rank)
             own |= dict(ROLE_RANK=o.role_rank, ROLE_WORLD_SIZE=o.role_world_size)
-            envs.append(os.environ | {k: str(v) for k,v in (of_all | own).items()})
+            envs.append(os.environ | as_texts(of_all | own))
         self.job.start(self.attempt, envs)
         self.attempt += 1
         ranks = [o.global_rank for o in group.workers]

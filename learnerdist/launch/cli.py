@@ -8,6 +8,7 @@ __all__ = ['main']
 # %% ../../nbs/launch/05_cli.ipynb #c002
 import argparse,gc,inspect,os,runpy,signal,subprocess,sys
 from contextlib import suppress
+from itertools import dropwhile,takewhile
 from pathlib import Path
 
 import learnerdist
@@ -76,10 +77,9 @@ def guess(args:list)->tuple:
     """What ranks will run, read without torchrun's list of options, so without torch. args: command line of the
     launcher; returns: (the script, or '-m' and a module, with its arguments; the number of processes). (None, 0) if
     these are not both in it"""
-    def is_target(o): return o in ('-m','--module') or o.endswith('.py') and o[:1] != '-'
-    i = next((i for i,o in enumerate(args) if is_target(o)), len(args))
-    target = args[i:]
-    own = ' '.join(args[:i]).replace('=', ' ').split()
+    def is_own(o): return o not in ('-m','--module') and (o[:1] == '-' or not o.endswith('.py'))
+    target = [*dropwhile(is_own, args)]
+    own = ' '.join(takewhile(is_own, args)).replace('=', ' ').split()
     n = next((b for a,b in zip(own, own[1:]) if a in _nprocs), '')
     if not target or not n.isdigit() or {*_no_server} & {*own}: return None,0
     if target[0] == '--module': target[0] = '-m'
@@ -96,13 +96,13 @@ def _choose_gpus(given:str)->int:
     from learnerdist.core.compat import built_for
     gpus = given.split(',')
     kind = getattr(built_for(), 'type', 'cuda')
-    is_list = all(o.isdigit() for o in gpus) and len({*gpus}) == len(gpus)
+    is_list = all(map(str.isdigit, gpus)) and len({*gpus}) == len(gpus)
     need(is_list, f'--gpus {given!r} is no list of GPUs: give each number once, as in 0,2')
     need(kind in _visible, f'--gpus {given}: hide devices of {kind} by the variable of their maker')
     name = _visible[kind]
     n = torch.accelerator.device_count()
     now = os.environ.get(name)
-    ids = [*map(str, range(n))] if now is None else [o for o in now.split(',') if o.strip()]
+    ids = [*map(str, range(n))] if now is None else [*filter(str.strip, now.split(','))]
     are = f'{len(ids)} visible here ({name}={now}), counted from 0'
     need(max(map(int, gpus)) < len(ids), f'--gpus {given}: {are}')
     os.environ[name] = ','.join(ids[int(i)] for i in gpus)
@@ -131,14 +131,16 @@ def _ask_slurm(args)->int:
     if not task: return 0
     n,n_nodes = int(task['WORLD_SIZE']),int(task['GROUP_WORLD_SIZE'])
     many = f'SLURM_NTASKS={n} and SLURM_NNODES={n_nodes}: srun starts each rank'
-    need(n <= n_nodes, f'{many}: leave out the launcher (srun python train.py), or use --ntasks-per-node=1')
+    remedy = 'leave out the launcher (srun python train.py), or use --ntasks-per-node=1'
+    need(n <= n_nodes, f'{many}: {remedy}')
     most = args.nnodes and args.nnodes.rpartition(':')[2]
     check_slurm('--nnodes', most, n_nodes, 'SLURM_NNODES')
     args.nnodes = args.nnodes or str(n_nodes)
     if not args.rdzv_endpoint and args.rdzv_backend is None:
         args.rdzv_endpoint = f"{task['MASTER_ADDR']}:{task['MASTER_PORT']}"
         args.rdzv_id = '.'.join(os.environ.get(k, '0') for k in ('SLURM_JOB_ID','SLURM_STEP_ID'))
-        args.rdzv_conf = ','.join(filter(None, [args.rdzv_conf, f"is_host={task['GROUP_RANK'] == '0'}"]))
+        is_host = task['GROUP_RANK'] == '0'
+        args.rdzv_conf = ','.join(filter(None, [args.rdzv_conf, f'is_host={is_host}']))
     return n_nodes
 
 # %% ../../nbs/launch/05_cli.ipynb #c023

@@ -242,7 +242,7 @@ class ForkServer:
         """Start the server for this script, unless it runs already. argv: as of `preload`; env: environment of the
         ranks, as far as it is known"""
         target = argv if argv[0] == '--modules' else argv[:1+(argv[0] == '-m')]
-        key = target,[env.get(o) for o in _early]
+        key = target,[*map(env.get, _early)]
         if key == self._key: return
         self.close()
         self._key = key

@@ -246,10 +246,12 @@ class Ranks:
         names = [o for o in sys.modules if o.startswith('learnerdist.')]
         payload = pickled((func,args,kwargs,number))
         url = f'file://{self.folder}/rendezvous{next(_numbers)}'
-        envs = [o.env | dict(LEARNERDIST_INIT_METHOD=url) for o in self.calls]
-        ranks = [Rank(o, e, self.folder/e['RANK']) for o,e in zip(self.calls, envs)]
-        # of a call that failed or was interrupted
-        for o in ranks: (o.folder/'error.json').unlink(missing_ok=True)
+        ranks = []
+        for o in self.calls:
+            folder = self.folder/o.env['RANK']
+            ranks.append(Rank(o, o.env | dict(LEARNERDIST_INIT_METHOD=url), folder))
+            # of a call that failed or was interrupted
+            (folder/'error.json').unlink(missing_ok=True)
         for o in self.calls: o.send(names, payload, url)
         watch = Watch(ranks, self.outputs, **dict(grace_s=8, term_s=5) | waits)
         try: watch.run()

@@ -9,7 +9,7 @@ __all__ = []
 import json,os,signal,socket,sys,tempfile,time,traceback
 from contextlib import ExitStack,suppress
 from enum import IntEnum
-from itertools import takewhile
+from itertools import starmap,takewhile
 from multiprocessing import connection
 from pathlib import Path
 from string import Template
@@ -17,9 +17,9 @@ from typing import Callable,NamedTuple
 
 import learnerdist
 from ..core.files import launch_folder,whole_file
-from ..core.hosts import loopback
+from ..core.hosts import as_texts,loopback
 from ..core.stacks import Frame,absence,ask_stack,describe_error,describe_stack,frames_of
-from ..core.stacks import in_library,preempted_status,read_stack,report_folder,stack_file
+from ..core.stacks import own_frames,preempted_status,read_stack,report_folder,stack_file
 from ..core.stacks import state_file,users_frame
 from .forkserver import ForkServer,Output,command
 
@@ -101,7 +101,7 @@ def leave_report(e:BaseException, status:int=1, folder:Path=None):
     if 'torch' in sys.modules:
         from learnerdist.core.env import RankError,is_consequence
         if isinstance(e, RankError) or is_consequence(e): cause = Cause.noticed
-    own = [o for o in frames if not in_library(o.file)] or frames[:1]
+    own = own_frames(frames) or frames[:1]
     report = dict(code=status, cause=cause, time=time.time(), frames=own, **describe_error(e))
     report['where'] = describe_stack(frames)
     with whole_file((folder or report_folder())/'error.json') as f: f.write_text(json.dumps(report))
@@ -156,7 +156,7 @@ class Rank:
         if code is None: return None
         if o := self.report():
             o['cause'] = Cause(o['cause'])
-            o['frames'] = [Frame(*f) for f in o['frames']]
+            o['frames'] = [*starmap(Frame, o['frames'])]
             return RankFailure(rank=self.rank, **o)
         if ended_well(code): return None
         where,frames = self.where()
@@ -171,7 +171,7 @@ class Rank:
         text = describe_exit(code)+', without an exception'*(code > 0)
         if what: text = f'{describe_exit(code)} ({what}, {users_frame(frames)})'
         cause = Cause.outside if code in _outside else Cause.died
-        own = [o for o in frames if not in_library(o.file)]
+        own = own_frames(frames)
         return RankFailure('ProcessDied', text, _text(frames), cause=cause, frames=own, **how)
 
     def exit(self)->dict:
@@ -209,10 +209,12 @@ def explain(found:list, ranks:list=())->list:
     if first.cause is Cause.noticed and first.kind == 'RankError': # a failure on another machine
         line,*more = first.message.splitlines()
         return [line if more else f'{line} ({first.frames[0]})']
-    others = [o for o in others if o.cause <= Cause.late]
-    left = [o for o in ranks if ended_well(o.proc.poll()) and not o.is_asked]
-    rest = [f'rank {o.rank} failed too: {_shortened(o.describe(), 1)}' for o in others]
-    rest += [f'rank {o.rank} {describe_exit(o.proc.poll())} before' for o in left]
+    rest = []
+    for o in others:
+        if o.cause <= Cause.late: rest.append(f'rank {o.rank} failed too: {_shortened(o.describe(), 1)}')
+    for o in ranks:
+        code = o.proc.poll()
+        if ended_well(code) and not o.is_asked: rest.append(f'rank {o.rank} {describe_exit(code)} before')
     if len(rest) > 4: rest[3:] = [f'and {len(rest)-3} other ranks']
     head = f'rank {first.rank} failed first: {_shortened(first.describe(), 6)}'
     if not first.is_absence(): return [head+_traceback(first.frames[:3]), *rest]
@@ -338,7 +340,7 @@ def env_of(rank:int, n:int, folder:Path, **more)->dict:
     ours['GLOO_SOCKET_IFNAME'] = loopback()
     ours['LEARNERDIST_INIT_METHOD'] = f'file://{folder}/rendezvous'
     ours['TORCHELASTIC_ERROR_FILE'] = f'{folder}/{rank}/error.json'
-    return env | {k: str(v) for k,v in {**ours, **more}.items()}
+    return env | as_texts(ours | more)
 
 class Job:
     "The ranks of one command on this machine"
@@ -369,9 +371,9 @@ class Job:
         environment of each rank, by local rank"""
         self.end()
         args = self.args
-        more = dict(RESTART_COUNT=attempt, MAX_RESTARTS=args.max_restarts, RUN_ID=self.run_id)
-        more = {f'TORCHELASTIC_{k}': str(v) for k,v in more.items()}
-        envs = [more | env for env in envs]
+        more = dict(TORCHELASTIC_RESTART_COUNT=attempt, TORCHELASTIC_MAX_RESTARTS=args.max_restarts)
+        more['TORCHELASTIC_RUN_ID'] = self.run_id
+        envs = [as_texts(more) | env for env in envs]
         if not args.no_fork_server and not args.no_python: self.server.prepare(self.target, envs[0])
         target = [*command,'--worker',str(os.getpid()),*self.target]
         if args.no_python: target = self.target
@@ -419,8 +421,8 @@ class Job:
         "The lines about the failure of an attempt, and where its tracebacks are"
         found = failures(self.ranks)
         res = explain(found, self.ranks)
-        own = [o for o in found if o.cause in (Cause.raised,Cause.noticed)]
-        text = '\n'.join(f'rank {o.rank}:\n{o.trace}' for o in own)
+        of_python = Cause.raised,Cause.noticed
+        text = '\n'.join(f'rank {o.rank}:\n{o.trace}' for o in found if o.cause in of_python)
         if not text: return res
         if self.args.verbose: return [*res, text]
         try:

@@ -9,7 +9,6 @@ __all__ = []
 from contextlib import ExitStack,contextmanager
 from copy import deepcopy
 from importlib.util import find_spec
-from itertools import chain
 
 import torch
 from fastcore.basics import patch
@@ -17,7 +16,7 @@ from torch import Tensor,nn
 
 from ..core.env import is_rank0
 from ..core.random import Generators,untouched
-from ..core.shards import groups_of
+from ..core.shards import all_params
 from ..core.stacks import need
 from ..data.distributed_dl import set_epoch
 from ..data.loaders import loaders_of
@@ -42,7 +41,8 @@ def no_trace(learn):
         if learn.opt is None: learn.create_opt()
         stack.callback(learn.opt.load_state_dict, deepcopy(learn.opt.state_dict()))
         stack.callback(learn.opt.zero_grad)
-        for p in all_params(learn): stack.callback(p.data.copy_, p.detach().clone())
+        modules = nn.ModuleList(o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module))
+        for p in all_params(modules, learn.opt): stack.callback(p.data.copy_, p.detach().clone())
         for cb in learn.cbs:
             state = cb.state_dict() if hasattr(cb, 'state_dict') else None
             if state: stack.callback(cb.load_state_dict, deepcopy(state))
@@ -51,10 +51,6 @@ def no_trace(learn):
         for g in gens: stack.callback(g.set_state, g.get_state())
         yield learn
 
-def all_params(learn)->set:
-    "The parameters of the optimizer, the model and the loss"
-    modules = [o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module)]
-    return {*chain(*groups_of(learn.opt), *[m.parameters() for m in modules])}
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf21
 class LRFinder(Callback):

@@ -15,7 +15,7 @@ from fastcore.imports import in_notebook
 
 from ..core.env import is_rank0,num_distrib
 from ..core.stacks import warn
-from ..data.loaders import data_len
+from ..data.loaders import data_len,without
 from .callback import Callback,Order
 from .learner import defaults
 
@@ -103,7 +103,7 @@ class ProgressCallback(Callback):
         say = self.mbar.write if self.mbar else partial(print, flush=True)
         if self.old_logger is not print: self.old_logger(line)
         elif isinstance(line, str): say(line)
-        elif self.mbar: say([format_value(o) for o in line], table=True)
+        elif self.mbar: say([*map(format_value, line)], table=True)
         else: say(format_row(line, self.recorder.metric_names))
 
     def after_fit(self):
@@ -142,7 +142,7 @@ class LogWriter(Callback):
 
     def after_epoch(self):
         rec = self.recorder
-        row = {k: v for k,v in zip(rec.metric_names, rec.log) if k!='time'}
+        row = without(dict(zip(rec.metric_names, rec.log)), ['time'])
         self.logged = [*self.logged,row]
         if self.writing: self.log_epoch(row)
 

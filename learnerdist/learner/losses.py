@@ -48,10 +48,10 @@ def n_elements(pred, targ, *_)->int:
 
 # %% ../../nbs/learner/00_losses.ipynb #7236663f
 _of_classes = 'cross_entropy','nll_loss'
-_of_samples = ('ctc_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss '
-               'margin_ranking_loss triplet_margin_loss triplet_margin_with_distance_loss').split()
-_of_elements = ('mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits '
-                'kl_div poisson_nll_loss gaussian_nll_loss soft_margin_loss hinge_embedding_loss').split()
+_of_samples = """ctc_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss
+margin_ranking_loss triplet_margin_loss triplet_margin_with_distance_loss""".split()
+_of_elements = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
+kl_div poisson_nll_loss gaussian_nll_loss soft_margin_loss hinge_embedding_loss""".split()
 _functions = {getattr(F, o): o for o in (*_of_classes,*_of_samples,*_of_elements)}
 
 def _stem(name): # BCEWithLogitsLoss calls binary_cross_entropy_with_logits
@@ -224,7 +224,7 @@ def batch_rows(learn)->int:
         if x[:1]==y[:1]!=() and x[1:2]!=y[1:2]: return x[0]
     tensors = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.ndim]
     lists = [o for o in b if isinstance(o, (list,tuple))]
-    lens = {len(o) for o in tensors}
+    lens = {*map(len, tensors)}
     seconds = {o.shape[1:2] for o in tensors}
     if not lists and len(lens)==1 and seconds!={tensors[0].shape[1:2]}-{()}: return lens.pop()
     n = loader_rows(learn.dl, learn.iter)

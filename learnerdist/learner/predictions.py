@@ -9,14 +9,14 @@ __all__ = []
 from collections.abc import Mapping
 from itertools import chain
 
-from fastcore.basics import listify,noop,patch,store_attr
+from fastcore.basics import attrdict,listify,noop,patch,store_attr
 from torch.utils.data import default_collate
 
 from ..core.compat import tree_map
 from ..core.lending import replaced
 from ..core.stacks import need
 from ..data.distributed_dl import in_order
-from ..data.loaders import all_inputs,single
+from ..data.loaders import all_inputs,single,without
 from ..data.rows import as_samples,join_batches,listed
 from .callback import Callback,Order,all_events
 from .learner import Learner
@@ -54,7 +54,7 @@ class GatherPreds(Callback):
 
     def results(self)->tuple: # An element for each of `names`; None where there is no batch
         "What all batches have together"
-        lists = {k: getattr(self, k) for k in self.names}
+        lists = attrdict(self, *self.names)
         if self.gathered: return tuple(lists.values())
         if not self.ns: return (None,)*len(lists)
         return tuple(join_batches(o, self.ns) for o in lists.values())
@@ -70,7 +70,7 @@ def without_loss(pred):
     """The output without its `loss`; what it holds besides, if that is one thing. pred: the output of a model that
     computes its loss"""
     if not isinstance(pred, Mapping): return pred
-    rest = {k: v for k,v in pred.items() if k!='loss'}
+    rest = without(pred, ['loss'])
     return [*rest.values()][0] if len(rest)==1 else rest
 
 # %% ../../nbs/learner/10_predictions.ipynb #c007
@@ -109,7 +109,7 @@ def get_preds(self:Learner,
 _after = [o for o in all_events if o.startswith('after_')]
 def _is_unread(learn):
     "Whether no callback of the user's may look at the loss: of large outputs it takes longer than the prediction"
-    cbs = chain(*[learn._handlers[e] for e in _after])
+    cbs = chain(*map(learn._handlers.get, _after))
     return all(type(cb).__module__.startswith('learnerdist.') for cb in cbs)
 
 # %% ../../nbs/learner/10_predictions.ipynb #c011

@@ -42,7 +42,7 @@ class Scheduler(Callback):
     def before_fit(self):
         self.cancelled = False
         self.torch_opt = _torch_opt(self.opt)
-        self.old = [dict(g) for g in self.torch_opt.param_groups]
+        self.old = [*map(dict, self.torch_opt.param_groups)]
         self.sched = self.func(self.torch_opt)
         # batches of an epoch: of this fit, and of the one that the scheduler was made for; None: not known
         self.n_batches = self.n_made_for = data_len(self.learn.runner.loader(self.learn.dls.train))

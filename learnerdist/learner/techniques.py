@@ -30,6 +30,11 @@ from .callback import Callback,CancelBatchException,CancelStepException,Order,ca
 from .learner import Learner,fit_flags,get_model
 from .losses import batch_rows,loss_kind,loss_over,n_items
 
+# %% ../../nbs/learner/06_techniques.ipynb #cbsof1
+def callbacks_of(learn, cls)->list:
+    "The callbacks of a learner that are of a class"
+    return [cb for cb in learn.cbs if isinstance(cb, cls)]
+
 # %% ../../nbs/learner/06_techniques.ipynb #c007
 def with_grad(opt)->list:
     "The parameters of an optimizer that have a gradient"
@@ -300,12 +305,12 @@ def steps_per_epoch(
     an unknown batch size"""
     dl = learn.runner.loader(learn.dls.train)
     n = len(dl) if n is None else n
-    acc = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
-    if acc is None: return n
+    acc = callbacks_of(learn, GradientAccumulation)
+    if not acc: return n
     # of all ranks
     bs = dl.dealer.step if hasattr(dl, 'dealer') and dl.dealer.by_step else batch_shape(dl)[0]
     need(bs, f'{type(dl).__name__} without a batch size: count the steps')
-    return math.ceil(n/math.ceil(acc.n_acc/bs))
+    return math.ceil(n/math.ceil(acc[0].n_acc/bs))
 
 # %% ../../nbs/learner/06_techniques.ipynb #c044
 def Lookahead(
@@ -385,7 +390,7 @@ class EMA(Callback):
         with replaced(self, applied=True): yield self.learn
 
     def before_train(self):
-        n = sum(isinstance(cb, EMA) for cb in self.learn.cbs)
+        n = len(callbacks_of(self.learn, EMA))
         need(n==1, f'{n} EMAs in one fit, of which learn.ema is the last: give it one')
         trains = 'a fit trains the weights, not their average'
         need(not self.applied, f'{trains}: leave apply() before it')
@@ -441,7 +446,7 @@ class EMA(Callback):
             self.weights[k] = t.to(params[k].device)
 
 # %% ../../nbs/learner/06_techniques.ipynb #ema04b
-def _ema(learn): return next((cb for cb in learn.cbs if isinstance(cb, EMA)), None)
+def _ema(learn): return next(iter(callbacks_of(learn, EMA)), None)
 
 def trained_weights(learn):
     "Context in which the model has the weights that are trained, also while an `EMA` evaluates its average"

@@ -15,7 +15,7 @@ import torch
 
 from ..core.env import num_distrib
 from ..core.shards import model_name
-from ..data.loaders import batch_shape,data_len
+from ..data.loaders import batch_shape,data_len,without
 from .learner import get_model
 from .loggers import LogWriter
 
@@ -34,7 +34,8 @@ def run_config(learn, world:int)->dict:
         # without those that a scheduler adds
         if v is None or k not in getattr(opt, 'defaults', groups[-1]): continue
         res[k] = v if isinstance(v, (int,float)) else str(v)
-    res |= dict(n_epoch=learn.n_epoch, batch_size=batch_size, samples=data_len(dataset), ranks=world)
+    n = data_len(dataset)
+    res |= dict(n_epoch=learn.n_epoch, batch_size=batch_size, samples=n, ranks=world)
     return res|dict(torch=str(torch.__version__), learnerdist=learnerdist.__version__)
 
 # %% ../../nbs/learner/07_trackers.ipynb #tr07
@@ -155,7 +156,7 @@ class MLflowLogger(RunLogger):
         self.run_id = active.info.run_id
         old = mlflow.get_run(self.run_id).data.params # MLflow's parameters are set once
         config = run_config(self.learn, num_distrib() or 1)
-        mlflow.log_params({k: v for k,v in config.items() if k not in old})
+        mlflow.log_params(without(config, old))
 
     def write(self, rows):
         metric = self.mlflow.entities.Metric
