@@ -3608,6 +3608,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'learnerdist.verify.Last.after_fit': ('verify.html#last.after_fit', 'learnerdist/verify.py'),
                                     'learnerdist.verify.Last.after_step': ('verify.html#last.after_step', 'learnerdist/verify.py'),
                                     'learnerdist.verify.Last.before_batch': ('verify.html#last.before_batch', 'learnerdist/verify.py'),
+                                    'learnerdist.verify.Last.before_step': ('verify.html#last.before_step', 'learnerdist/verify.py'),
                                     'learnerdist.verify.Last.before_train': ('verify.html#last.before_train', 'learnerdist/verify.py'),
                                     'learnerdist.verify.Last.is_over': ('verify.html#last.is_over', 'learnerdist/verify.py'),
                                     'learnerdist.verify.NoRun': ('verify.html#norun', 'learnerdist/verify.py'),

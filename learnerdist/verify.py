@@ -20,7 +20,7 @@ from torch import Tensor,nn
 from .core.compat import tree_leaves,tree_map
 from .core.env import group_rank,group_size
 from .core.random import rng_state,same_streams,set_seed,shared_rng
-from .core.shards import full_tensor
+from .core.shards import full_tensor,local_part
 from .core.stacks import in_library,need
 from .data.distributed_dl import sample_hash,widened
 from .data.loaders import batch_shape,find_bs,loaders_of,one_batch
@@ -222,6 +222,16 @@ class Last(Callback):
         if not self.training: return
         if not self.rec['n_batches']: self.record.add('start', trained(self.learn))
         self.rec['edits'] |= row_keys((*self.learn.xb,*self.learn.yb))!=self.record.loaded
+
+    def before_step(self):
+        """Set what is zero but for rounding to zero in gradients, such as that of a bias before BatchNorm: Adam divides
+        it by its own size"""
+        if self.rec['dtype']!='float64': return
+        grads = [p.grad for p in trained(self.learn).values() if p.grad is not None]
+        size = math.hypot(*[full_tensor(g).norm().item() for g in grads])
+        for g in grads:
+            own = local_part(g)
+            own.masked_fill_(own.abs()<1e-14*size, 0)
 
     def after_step(self):
         "Record a step of the optimizer: its samples, gradients, weights and buffers"

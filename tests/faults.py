@@ -111,8 +111,8 @@ def report(text):
 
 def on_two_machines(env, folder, limit_s):
     "A rank on each of two machines, whose link is cut: what both launchers said, and the least status"
-    from helpers import environment,start
-    options = '--nnodes',2,'--nproc',1,'--shutdown-timeout',2,'--rdzv-endpoint','machine-a:29500'
+    from helpers import environment,shutdown_in,start
+    options = '--nnodes',2,'--nproc',1,*shutdown_in(2),'--rdzv-endpoint','machine-a:29500'
     env = {k:v for k,v in environment(**env).items() if k!='GLOO_SOCKET_IFNAME'}
     with machines.machines() as (enter,cable):
         runs = [start(*options, __file__, 'cut link', 'two machines', env=env, begin=partial(enter, i)) for i in (0,1)]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 from learnerdist.all import Callback, group_rank, group_size
 from learnerdist.launch import main
+from learnerdist.launch.cli import get_parser
 from learnerdist.launch.forkserver import Process
 from learnerdist.launch.processes import server
 from learnerdist.learner.callback import inner_events
@@ -151,6 +152,11 @@ class Fork:
 def start(*args, **kw):
     "The launcher, with these arguments; see `Fork`"
     return Fork(main, [*map(str, args)], **kw)
+
+def shutdown_in(seconds):
+    "The option of the launcher, where this torch has it (2.12): else ranks that do not end are killed after 30 s"
+    has_option = hasattr(get_parser().parse_args(['x.py']), 'shutdown_timeout')
+    return ['--shutdown-timeout',seconds] if has_option else []
 
 def launch(*args, env=None, cwd=None):
     "What the launcher comes to: `returncode`, `stdout`, `stderr`"

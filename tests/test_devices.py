@@ -17,7 +17,9 @@ from learnerdist.learner.techniques import half_type
 from learnerdist.testing import run_ranks
 from harness import close
 from scenes import F32, F64, classes, make, run, scene
-from simulated_gpu import SimulatedGPU
+from simulated_gpu import SimulatedGPU, is_possible
+
+needs_groups = pytest.mark.skipif(not is_possible, reason='a torch without a group on a device in Python')
 
 def counted(pred, targ): return F.cross_entropy(pred, targ, reduction='sum'),len(targ)
 
@@ -53,6 +55,7 @@ def draws():
 def rank_xpu():
     with SimulatedGPU(2, kind='xpu') as sim: return fitted('double'),draws(),sim.faults
 
+@needs_groups
 def test_a_learner_trains_on_the_accelerator_that_torch_has():
     "Its backend is the one that torch names for it; its numbers are those of one process on the CPU"
     (alone,), = run_ranks(rank_alone, 1, ['double'])
@@ -66,7 +69,7 @@ def rank_narrow(kind, n):
         res = rank_alone(fits)
         return res,[o[2] for o in sim.faults]
 
-@pytest.mark.parametrize('W,kind', [(1,'mps'), (2,'xpu')])
+@pytest.mark.parametrize('W,kind', [(1,'mps'), pytest.param(2,'xpu', marks=needs_groups)])
 def test_a_device_without_float64(W, kind):
     "It is asked once"
     alone, = run_ranks(rank_alone, 1, fits[:2])
@@ -164,6 +167,7 @@ def rank_waits():
         m.setattr(dist.ProcessGroupGloo, 'abort', abort)
         return first,ends(Hangs()),seen,os.environ.get('TORCH_NCCL_ASYNC_ERROR_HANDLING')
 
+@needs_groups
 def test_a_rank_leaves_a_wait_on_its_device():
     "When another fails; and when nccl has aborted its work after a timeout"
     (first,late,seen,after),(own,hung,*_) = run_ranks(rank_waits, 2)

@@ -84,6 +84,7 @@ def test_a_fork_is_what_python_starts(how, workers, tmp_path):
     target = [write(tmp_path, about)] if how=='script' else ['-m',write(tmp_path, about, 'pack/train.py') and 'pack.train']
     options,seen = ['--nproc','2'] if how=='script' else ['--nproc','2','--redirects','3'],[]
     env = dict(OWN='1', LEARNERDIST_SEED='7', PYTHONPATH=f"{root}:{tmp_path/'my-packages'}")
+    env['OPENBLAS_NUM_THREADS'] = '1' # numpy's import starts its threads; in a fork they begin with its first work
     for server in ([],['--no-fork-server']):
         (tmp_path/'out').mkdir(exist_ok=True)
         res = launch(*options, *server, *target, 'out', *workers, cwd=tmp_path, env=env)
