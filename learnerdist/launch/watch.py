@@ -356,7 +356,7 @@ class Job:
         self.signals = [o for o in ends if signal.getsignal(o) != signal.SIG_IGN]
         self.watch = Watch([]) # Of this attempt
         self.ranks,self.outputs = [],[]
-        self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.9
+        self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.12
         self.shown = str(args.debug_rank or 0) # The rank that has the terminal
         few = args.local_ranks_filter and {*map(int, args.local_ranks_filter.split(','))}
         kept,also_shown = Std.from_str(args.redirects),Std.from_str(args.tee)
@@ -397,7 +397,7 @@ class Job:
 
     def _output(self, i, env, stream, file, shown):
         "Where one of a rank's streams goes"
-        given = getattr(self.args, 'log_line_prefix_template', None) # no option in torch 2.6
+        given = getattr(self.args, 'log_line_prefix_template', None) # no option before torch 2.14
         label = Template(given or '[r${rank}] ').safe_substitute(rank=env['RANK'], local_rank=i)
         if file: res = Output(label, stream*(i in shown), open(file, 'wb', buffering=0))
         else: res = Output(label, stream)
