@@ -207,7 +207,7 @@ if os.environ['RANK'] == '2':
     if sys.argv[1] == 'SIGTERM': os.kill(os.getpid(), signal.SIGTERM)
     sys.excepthook = lambda *a: print('my hook', a[1])
     raise asyncio.CancelledError('no')
-if sys.argv[1] == 'in C' and os.environ['RANK'] == '0': signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+if sys.argv[1] == 'in C' and os.environ['RANK'] == '0': signal.signal(signal.SIGTERM, signal.SIG_IGN)
 threading.Event().wait()
 '''
 
