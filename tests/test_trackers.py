@@ -1,7 +1,8 @@
 "Weights & Biases and MLflow: one run for all ranks, which a resumed fit goes on with, under both Learners"
 import json,struct,sys
 from contextlib import suppress
-import mlflow, pytest, torch
+import pytest, torch
+mlflow,*_ = map(pytest.importorskip, ('mlflow','wandb','fastai'))
 from fastai.data.core import DataLoaders as FastaiLoaders
 from fastai.data.load import DataLoader as FastaiLoader
 from fastai.learner import Learner as FastaiLearner

@@ -15,6 +15,7 @@ tools = ('pytest','pytest-xdist','scikit-learn','matplotlib','torchmetrics','pan
 rows = dict(
     oldest=('3.10', 'torch==2.6.0 torchvision==0.21.0 fastcore==1.7.29 fastprogress==1.0.5 fastai==2.7.19'),
     middle=('3.11', 'torch==2.6.0 torchvision==0.21.0 fastai==2.8.12'),
+    torch_2_11=('3.11', 'torch==2.11.0 torchvision==0.26.0 fastai==2.8.12'),
     newest_python=('3.13', 'torch torchvision fastai'),
     newest=('3.11', 'torch torchvision fastai'))
 head = f"""# Versions that were run
