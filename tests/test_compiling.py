@@ -7,7 +7,8 @@ from torch.nn import functional as F
 from torch._dynamo.utils import counters
 from torch.utils.data import TensorDataset
 import scenes
-from harness import close
+from harness import close, needs_fsdp2
+from learnerdist.core.compat import fsdp_on_cpu
 from scenes import F32, draws, scene
 from learnerdist.all import *
 from learnerdist.testing import run_ranks
@@ -72,7 +73,7 @@ def plain_runs(W, backend):
 def rank_answers(path):
     "All that is asked of two ranks"
     res = plain_runs(2, 'aot_eager')
-    for f in (of_files,of_sharded,of_fastai):
+    for f in (of_files,*[of_sharded]*fsdp_on_cpu,of_fastai):
         torch._dynamo.reset()
         with process_group(): res[f.__name__] = f(Path(path))
     return res
@@ -131,6 +132,7 @@ def of_sharded(path):
     return run(None),run(None, ctx=sharded),run(False, ctx=sharded, backend='aot_eager')
 
 @pytest.mark.slow
+@needs_fsdp2
 def test_sharded():
     ranks = [o['of_sharded'] for o in on_two()]
     for want,plain,got in ranks:

@@ -20,6 +20,8 @@ from scenes import F32, F64, classes, make, run, scene
 from simulated_gpu import SimulatedGPU, is_possible
 
 needs_groups = pytest.mark.skipif(not is_possible, reason='a torch without a group on a device in Python')
+in_python = hasattr(torch.utils.backend_registration, '_setup_privateuseone_for_python_backend')
+needs_device = pytest.mark.skipif(not in_python, reason='a torch without a device in Python')
 
 def counted(pred, targ): return F.cross_entropy(pred, targ, reduction='sum'),len(targ)
 
@@ -69,7 +71,7 @@ def rank_narrow(kind, n):
         res = rank_alone(fits)
         return res,[o[2] for o in sim.faults]
 
-@pytest.mark.parametrize('W,kind', [(1,'mps'), pytest.param(2,'xpu', marks=needs_groups)])
+@pytest.mark.parametrize('W,kind', [pytest.param(1,'mps', marks=needs_device), pytest.param(2,'xpu', marks=needs_groups)])
 def test_a_device_without_float64(W, kind):
     "It is asked once"
     alone, = run_ranks(rank_alone, 1, fits[:2])
@@ -84,6 +86,7 @@ def rank_weighted():
         n = torch.tensor(3., device='xpu')
         return [(o.item(),str(o.device)) for o in (losses.weighted(.5, n), losses.weighted(n, 2), losses.weighted(torch.tensor(.5), n))]
 
+@needs_device
 def test_a_number_times_a_count_of_the_device():
     assert run_ranks(rank_weighted, 1)==[[(1.5,'xpu:0'), (6.,'xpu:0'), (1.5,'cpu')]]
 
@@ -190,6 +193,7 @@ def rank_forks():
         torch.ones(1, device='xpu')
         return before,in_fork()
 
+@needs_device
 def test_a_fork_after_the_device_was_used():
     (before,after), = run_ranks(rank_forks, 1)
     assert before==('xpu:0',True) and not after[1]
