@@ -41,7 +41,7 @@ _size = 1024
 def sketch(t:Tensor)->tuple:
     """A short vector for `t`, of up to 1024 numbers, float64, on the CPU, and a hash of its bits. The distance of two
     vectors is about that of their tensors; up to 1024 elements it is exact"""
-    t = full_tensor(t).detach().flatten().cpu()
+    t = full_tensor(t).detach().to_dense().flatten().cpu()
     bits,t = tensor_hash(t).item(),t.double()
     if len(t)<=_size: return t.clone(),bits
     draw = torch.Generator().manual_seed(len(t))
@@ -227,7 +227,7 @@ class Last(Callback):
         """Set what is zero but for rounding to zero in gradients, such as that of a bias before BatchNorm: Adam divides
         it by its own size"""
         if self.rec['dtype']!='float64': return
-        grads = [p.grad for p in trained(self.learn).values() if p.grad is not None]
+        grads = [o.grad for o in trained(self.learn).values() if getattr(o.grad, 'layout', None)==torch.strided]
         size = math.hypot(*[full_tensor(g).norm().item() for g in grads])
         for g in grads:
             own = local_part(g)

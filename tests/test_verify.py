@@ -145,7 +145,13 @@ def one_batch_of_validation(): return learner(valid=TfmdDL(data(5), 8)) # rank 1
 
 # --- the verdicts ------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('f', [two_fits,remedied,batch_metric,augmented,one_batch_of_validation])
+class OfWords(nn.Sequential):
+    "With a sparse gradient"
+    def __init__(self): super().__init__(nn.Embedding(9, 5, sparse=True), nn.Linear(5, 3))
+    def forward(self, x): return super().forward((x.abs()*3).long().clamp(max=8)).mean(1)
+def words(): return learner(OfWords(), opt_func=torch.optim.SGD)
+
+@pytest.mark.parametrize('f', [two_fits,remedied,batch_metric,augmented,one_batch_of_validation,words])
 def test_same(f):
     res = verify(f)
     assert res.same and res.first is None and str(res).splitlines()[-1].startswith('The same: 2 processes and one'), res
