@@ -493,12 +493,22 @@ class Replica(Trained):
         if self.parts: self.parts.pending = pending
         if not (self.hears_late and self._sync): return
         vars(self.ddp).update(require_backward_grad_sync=True, require_forward_param_sync=True)
-        self.ddp.reducer.prepare_for_backward([loss] if self.ddp.find_unused_parameters else [])
+        finds_unused = self.ddp.find_unused_parameters
+        if finds_unused: self._begin_at_zero(pending)
+        self.ddp.reducer.prepare_for_backward([loss] if finds_unused else [])
+
+    def _begin_at_zero(self, pending):
+        "Of what earlier parts use, and the last ones may not: DDP has seen its use, and wants a gradient"
+        for found in pending:
+            for p,g in found.items():
+                if p.grad is None: p.grad = torch.zeros_like(g)
 
     def after_backward(self, pending=()):
         """After a backward pass with an exchange: add up gradients outside of DDP, look for missing ones. pending: as
         in `begin_last`. Sync point"""
         if not self._sync: return
+        # first: without it the others are in their backward pass still, and wait there
+        if self.ddp is not None: self._check_missing()
         outside = [*filter(_is_trained, self.others),*self.frozen]
         outside += filter(_is_trained, self.aside if self.ddp else self.params)
         if outside:
@@ -506,7 +516,9 @@ class Replica(Trained):
             sum_grads(outside, 1/self.divisor)
         self.frozen = []
         if self.trained[0]!=[*map(_is_trained, self.params)]: self._clear_frozen()
-        if self.ddp is None: return
+
+    def _check_missing(self):
+        "Raise ValueError for a parameter without a gradient, which DDP waits for"
         is_first = not self.checked
         self.checked = True
         if self.ddp.find_unused_parameters or self.ddp.static_graph: return
