@@ -52,7 +52,8 @@ class Mean(Kind):
     def weight_of_second(self, part, divisor, items):
         if items is None: return None
         if not isinstance(items, Tensor) and items==0: return None
-        return part.weight*divisor/items
+        k = part.weight*divisor/items
+        return k.nan_to_num() if isinstance(k, Tensor) else k # of no items on any rank
 
 class Sum(Kind):
     "A sum over samples; what callbacks add to it counts once a step, also in a part that counts for nothing"
@@ -553,9 +554,9 @@ class TrainingLoop(Loop):
         a callback has accumulated. ValueError if the batch has several parts"""
         self.check_second()
         part,items = self.part,self.step.items
-        if self.step.ends_group and items: # which are of all its batches
-            own = torch.as_tensor(part.weight, dtype=wide_dtype(self.engine.device))
-            items = all_sum(own)
+        if self.step.ends_group and items is not None: # which are of all its batches
+            device = self.engine.device
+            items = all_sum(torch.zeros((), dtype=wide_dtype(device), device=device)+part.weight)
         k = part.kind and part.kind.weight_of_second(part, self.divisor, items)
         is_one = not isinstance(k, Tensor) and k==1
         return None if is_one else k
