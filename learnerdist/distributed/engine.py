@@ -184,6 +184,10 @@ class Steps(LoaderWrapper):
     "A rank's share of a loader, whose loop ends at the same step on all ranks"
     def __init__(self, dl, engine):
         self.dl,self.engine = dl,engine
+    @property
+    def n_inp(self):
+        "Of the loader; fastai's reads a sample to find it, and there may be none"
+        return getattr(self.dl, 'n_inp', getattr(self.engine.learn.dls, 'n_inp', None))
     def __len__(self): return len(self.dl)
     def __iter__(self):
         e = self.engine
@@ -203,10 +207,7 @@ class Steps(LoaderWrapper):
                 e.ballot.phase = Phase.valid_batch
                 if e.sharded: e.sharded.join_batch(self._inputs(next(o[0] for o in others if o)))
 
-    def _inputs(self, b):
-        # not before there is a batch: fastai's loaders read a sample to find it
-        n_inp = getattr(self.dl, 'n_inp', getattr(self.engine.learn.dls, 'n_inp', None))
-        return split_batch(to_device(b, self.engine.device), n_inp)[0]
+    def _inputs(self, b): return split_batch(to_device(b, self.engine.device), self.n_inp)[0]
 
     def _alike(self):
         "An iterator; what ranks read first of a stream is compared"
