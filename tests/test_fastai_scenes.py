@@ -43,7 +43,8 @@ def run(c, W=1, rank=0):
     return fit | res
 
 # By number of ranks: one of each kind of what the engine's adapter does; before a release all
-names = {2: ('bn','find_unused','static','InstanceNorm','contrastive','inputs changed in place','no validation data','ignore','focal','graph','counted',
+names = {2: ('bn','find_unused','static','InstanceNorm','contrastive','inputs changed in place','no validation data',
+             'ignore','focal','graph','counted',
              'split_11','targets changed in place'), 3: exact+rounded}
 
 @functools.cache
