@@ -507,8 +507,12 @@ class Replica(Trained):
         """After a backward pass with an exchange: add up gradients outside of DDP, look for missing ones. pending: as
         in `begin_last`. Sync point"""
         if not self._sync: return
-        # first: without it the others are in their backward pass still, and wait there
-        if self.ddp is not None: self._check_missing()
+        ddp = self.ddp
+        if ddp is not None and not (ddp.find_unused_parameters or ddp.static_graph):
+            try: self.check_reduced()
+            except RuntimeError: self.checked = False # one did not come; DDP says so in the next forward pass
+            # before what follows: without it the others are in their backward pass still, and wait there
+            if not self.checked: self._check_missing()
         outside = [*filter(_is_trained, self.others),*self.frozen]
         outside += filter(_is_trained, self.aside if self.ddp else self.params)
         if outside:
@@ -518,15 +522,10 @@ class Replica(Trained):
         if self.trained[0]!=[*map(_is_trained, self.params)]: self._clear_frozen()
 
     def _check_missing(self):
-        "Raise ValueError for a parameter without a gradient, which DDP waits for"
-        is_first = not self.checked
+        "Raise ValueError for a parameter without a gradient, for which DDP waits"
         self.checked = True
-        if self.ddp.find_unused_parameters or self.ddp.static_graph: return
-        try: self.check_reduced()
-        except RuntimeError: is_first = True # or a gradient did not come, which DDP tells in the next forward pass only
-        idle = [k for k in without_gradient(self.model) if k not in self.unused] if is_first else []
-        if idle:
-            raise ValueError(coded('unused-parameters', f"no gradient for {', '.join(idle)}: {_no_part}"))
+        idle = [k for k in without_gradient(self.model) if k not in self.unused]
+        if idle: raise ValueError(coded('unused-parameters', f"no gradient for {', '.join(idle)}: {_no_part}"))
 
 _beside_ddp = 'this fit adds up their gradients by themselves. Freeze them with requires_grad_(False) to save the cost'
 _no_part = ('if they take no part in the loss, use distrib_ctx(find_unused_parameters=True), or freeze '
