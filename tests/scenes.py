@@ -115,6 +115,16 @@ class Tags(nn.Module):
         self.emb,self.rnn,self.out = nn.Embedding(9, 5),nn.GRU(5, 5, batch_first=True),nn.Linear(5, 4)
     def forward(self, x): return self.out(self.rnn(self.emb(x))[0])
 
+def by_sign(m, x):
+    "Each sample by one of two heads: a part of a step may use only one"
+    first = (x[:,:1]>0).nonzero()[:,0]
+    second = (x[:,:1]<=0).nonzero()[:,0]
+    res = x.new_zeros(len(x), 2)
+    for head,rows in ((m.a,first), (m.b,second)):
+        if len(rows): res = res.index_add(0, rows, head(m.body(x[rows])))
+    return res
+def two_heads(): return Of(by_sign, body=nn.Linear(4, 3), a=nn.Linear(3, 2), b=nn.Linear(3, 2))
+
 class OwnLoss(Tags):
     "Computes its loss itself, as models of Hugging Face do: the mean over labels that are not -100"
     def __init__(self, kind=dict):
@@ -584,6 +594,9 @@ scenes |= {f'clip {k}': scene(cbs=partial(clips, **kw)) for k,kw in dict(
     measure=dict(max_norm=float('inf'))).items()}
 # Cancelled in the middle of a group, on all ranks or on one; also with what changes gradients before a step
 in_groups = partial(micro, 96, 24, 2, 24, whole=False) # micro-batches of 12, which 2, 3 and 4 ranks can share
+in_parts = dict(seed=3, global_bs=12, max_bs=1, find_unused_parameters=True)
+scenes |= {'weighed twice, groups': in_groups(cbs=lambda: [Twice()]), 'heads of parts': scene(n=29, model=two_heads, ctx=in_parts),
+           'no validation data': scene(n=24, n_valid=0, preds=False)}
 events = 'before_batch','after_pred','after_backward'
 scenes |= {f'the first of a group cancelled, {f.__name__}': in_groups(loss=f, cbs=lambda: [SkipsFirst()]) for f in (nn.MSELoss, huber)}
 several = CancelBatchException,CancelTrainException,CancelFitException

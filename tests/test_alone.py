@@ -1,5 +1,5 @@
 "One process: every public call works without a launcher, and costs no group and no wrapper"
-import contextlib,io,os
+import contextlib,io,os,warnings
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -147,6 +147,11 @@ def test_names_that_stay():
     dl = DistributedDL(list(range(10)), 1, 2, bs=5)
     dl.set_epoch(0)
     assert [o.tolist() for o in dl]==[[1, 3, 5, 7, 9]] and os.environ.get('WORLD_SIZE') is None
+
+def test_a_scripted_module_can_be_the_loss():
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore') # torch.jit is deprecated
+        assert mean_over(torch.jit.script(nn.MSELoss())).kind=='unknown'
 
 def test_class_weights_with_small_integers_as_targets():
     over = mean_over(nn.CrossEntropyLoss(torch.tensor([1.,3.])))

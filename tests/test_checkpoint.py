@@ -86,6 +86,18 @@ def test_every_place_alone(kind, n, tmp_path):
     found = resumed_everywhere(tmp_path, kind, ctx=False)
     assert len(found)==n and not any(found.values()), found
 
+def test_a_sum_is_validated_at_the_same_scale_after_a_resume(tmp_path):
+    "That of a full step, also if a short one is all that is left of the epoch"
+    def values(path, cbs=()):
+        learn = Learner(DataLoaders(TfmdDL(Shaken(20), 8), TfmdDL(Shaken(6, 1), 3)), net(), nn.CrossEntropyLoss(reduction='sum'), path=path)
+        with learn.no_logging(), learn.distrib_ctx(seed=1): learn.fit(1, cbs=[Checkpoint('c', 1),*cbs], resume=True)
+        return learn.recorder.values[0]
+    torch.manual_seed(1)
+    want = values(tmp_path/'whole')
+    torch.manual_seed(1)
+    with pytest.raises(ZeroDivisionError): values(tmp_path/'cut', [At(3, fail)])
+    assert values(tmp_path/'cut')==want
+
 def test_a_writer_whose_store_has_ended_waits_for_nothing(tmp_path, monkeypatch):
     "One of two ranks that write a sharded model in the background, when the other one, which hosts the store, has left"
     class Gone:

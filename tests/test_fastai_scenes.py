@@ -18,7 +18,8 @@ warnings.filterwarnings('ignore')
 
 # Those without callbacks of ours
 exact = ('linear','conv','lstm','adam','bn','bn_adam','bn_frozen','bn_cumulative','no_sync_bn','split','find_unused',
-         'static','view','one_valid','valid_bs','InstanceNorm','contrastive','a scripted loss','inputs changed in place')
+         'static','view','one_valid','valid_bs','InstanceNorm','contrastive','a scripted loss','inputs changed in place',
+         'no validation data')
 # Samples that fill no batch, or parts that are not equal, or items, weigh a loss that fastai's Recorder wants in float32
 rounded = ('ignore','45 samples','5 samples','47, drop_last','label','weights','focal','attribute','graph','bce','mse','tokens',
            'counted','conv_37_drop','split_11','targets changed in place')
@@ -42,7 +43,8 @@ def run(c, W=1, rank=0):
     return fit | res
 
 # By number of ranks: one of each kind of what the engine's adapter does; before a release all
-names = {2: ('bn','find_unused','static','InstanceNorm','contrastive','inputs changed in place','ignore','focal','graph','counted',
+names = {2: ('bn','find_unused','static','InstanceNorm','contrastive','inputs changed in place','no validation data',
+             'ignore','focal','graph','counted',
              'split_11','targets changed in place'), 3: exact+rounded}
 
 @functools.cache

@@ -18,7 +18,7 @@ from scenes import OnOneRank, adversarial, contrast, losses, make, net, normed, 
 
 # What a part cannot have: rows of its own, a loss or statistics of the whole batch; or what a callback does in it once
 by_nature = ('static','weighed twice','unfreeze in after_pred','freeze in after_backward','another model in an epoch','InstanceNorm',
-             'a loss of nodes',*adversarial)
+             'a loss of nodes','heads of parts',*adversarial)
 def can_be_cut(k, c):
     if k.startswith('all cancel') and k not in recorded: return False
     if k in by_nature or 'float32' in k or 'split_batches' in c['ctx'] or c['accumulate'] is not None: return False
@@ -263,3 +263,8 @@ def same_weights(cuts, cb, W):
 def test_gradients_of_an_epoch_that_is_left_after_its_last_backward_pass(exc):
     "8 samples on 3 ranks: they were not corrected for their number"
     same_weights((None,'auto'), LeavesEpoch(exc), 3)
+
+def test_a_second_pass_of_a_step_in_parts_is_an_error():
+    "Also on one process, where the second pass would be of the last part alone"
+    in_parts = dict(scenes['weighed twice'], ctx=dict(seed=3, global_bs=12, max_bs=3))
+    with pytest.raises(ValueError, match='max_bs=3: learn.wrapper is called again'): run(in_parts)

@@ -255,19 +255,21 @@ def both(event, **ctx):
 def unused(*_):
     expects = dict(find_unused_parameters=True)
     gans = both('after_loss', **expects),*map(both, ('before_batch','after_loss','after_step'))
-    return fitted(idle),skips(),skips(**expects),skips(3),*gans
+    return fitted(idle),skips(),skips(**expects),skips(3),skips(1, LaterIdle, 1, timeout_s=20),*gans
 def skips_last(): return skips(3)
 
 def test_unused_parameters(found):
     """Named, also where a callback trains them; an error with its remedy if a later batch is the first that does not use
     some, and the run of one process with it"""
-    (want,_),(later,_),_,_,(gan,_),*gans = found(unused, 1)[0]
+    (want,_),(later,_),_,_,_,(gan,_),*gans = found(unused, 1)[0]
     ranks = found(unused, 2)
     of_three = [o for o,_ in run_ranks(skips_last, 3)]
-    for r,((w,messages),(failed,_),(remedied,_),(last,_),(expected,silent),*found) in enumerate(ranks):
+    for r,((w,messages),(failed,_),(remedied,_),(last,_),(on_one,_),(expected,silent),*found) in enumerate(ranks):
         assert (expected-gan).abs().max()<1e-9 and not silent
         for (a,_),(b,said) in zip(gans, found): assert (a-b).abs().max()<1e-9 and len(said)==(r==0)
         assert (w-want).abs().max()<1e-9 and (remedied-later).abs().max()<1e-9
+        # one rank does, in a model with others that are summed beside DDP
+        assert 'ValueError: [unused-parameters] no gradient for more.0.weight' in on_one
         for o in (failed,last,*of_three): # in the last one DDP has no next forward pass that would say so
             assert o.startswith('ValueError: [unused-parameters] no gradient for more.0.weight') and 'find_unused_parameters=True' in o
         assert len(messages)==(r==0) and all(o.startswith('[unused-parameters] the loss does not depend on aux.weight, aux.bias, '
@@ -278,10 +280,12 @@ class Later(nn.Module):
     skips = False
     def __init__(self): super().__init__(); self.net,self.more = net(),net(2) # noqa: E702
     def forward(self, x): return self.net(x) if self.skips else self.more(self.net(x))
+class LaterIdle(Later):
+    def __init__(self): super().__init__(); self.idle = nn.Linear(2, 2) # noqa: E702
 class Skips(Callback):
-    def __init__(self, at): self.at = at
-    def before_batch(self): get_model(self.model).skips = self.iter==self.at
-def skips(at=1, **ctx): return fitted(lambda: learner(Later(), cbs=Skips(at)), **ctx)
+    def __init__(self, at, rank): self.at,self.rank = at,rank # None: all
+    def before_batch(self): get_model(self.model).skips = self.iter==self.at and self.rank in (None,group_rank())
+def skips(at=1, model=Later, rank=None, **ctx): return fitted(lambda: learner(model(), cbs=Skips(at, rank)), **ctx)
 
 # --- offenders ---------------------------------------------------------------------------------------------------------------
 

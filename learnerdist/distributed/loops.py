@@ -52,7 +52,8 @@ class Mean(Kind):
     def weight_of_second(self, part, divisor, items):
         if items is None: return None
         if not isinstance(items, Tensor) and items==0: return None
-        return part.weight*divisor/items
+        k = part.weight*divisor/items
+        return k.nan_to_num() if isinstance(k, Tensor) else k # of no items on any rank
 
 class Sum(Kind):
     "A sum over samples; what callbacks add to it counts once a step, also in a part that counts for nothing"
@@ -490,7 +491,7 @@ class TrainingLoop(Loop):
             if self.by_parts or ends: items = self._all_items(step, res)
             if self.by_parts: n = items
             if ends: self._correct(step, items)
-        step.is_over = True
+        step.is_over,step.ends_group = True,group.begun
         if step.scope is not None: self._clear_step()
         if step.kept: self._put_back(step)
         group.n = 0 if ends else n
@@ -543,12 +544,20 @@ class TrainingLoop(Loop):
 
     # --- further backward passes of a batch ---
 
+    def check_second(self):
+        "ValueError for a further pass of a batch that is one of several parts"
+        is_second = self.step is not None and self.step.is_over
+        need(not (is_second and self.by_parts), _second, max_bs=self.engine.opts.max_bs)
+
     def weight_of_second(self):
-        """By what the gradients of a further pass of this batch (SAM) are multiplied; None: they stay. ValueError if
-        the batch has several parts"""
-        need(not self.by_parts, _second, max_bs=self.engine.opts.max_bs)
-        part = self.part
-        k = part.kind and part.kind.weight_of_second(part, self.divisor, self.step.items)
+        """By what the gradients of a further pass of this batch (SAM) are multiplied; None: they stay. Sync point after
+        a callback has accumulated. ValueError if the batch has several parts"""
+        self.check_second()
+        part,items = self.part,self.step.items
+        if self.step.ends_group and items is not None: # which are of all its batches
+            device = self.engine.device
+            items = all_sum(torch.zeros((), dtype=wide_dtype(device), device=device)+part.weight)
+        k = part.kind and part.kind.weight_of_second(part, self.divisor, items)
         is_one = not isinstance(k, Tensor) and k==1
         return None if is_one else k
 

@@ -143,6 +143,7 @@ class Step:
     items = None    # Of all ranks, once they are known
     scope = None    # What is cancelled, if all parts of all ranks are
     is_over = False # Whether all backward passes are over, and gradients have their scale
+    ends_group = False # Whether a callback has accumulated earlier batches, whose gradients are with these
     handles = ()    # Of hooks on the gradients of a part that counts for nothing
     def __init__(self, parts:list, n_parts:int, statistics=None): # n_parts: of all ranks; statistics: `PartStatistics`
         self.parts = parts

@@ -493,12 +493,26 @@ class Replica(Trained):
         if self.parts: self.parts.pending = pending
         if not (self.hears_late and self._sync): return
         vars(self.ddp).update(require_backward_grad_sync=True, require_forward_param_sync=True)
-        self.ddp.reducer.prepare_for_backward([loss] if self.ddp.find_unused_parameters else [])
+        finds_unused = self.ddp.find_unused_parameters
+        if finds_unused: self._begin_at_zero(pending)
+        self.ddp.reducer.prepare_for_backward([loss] if finds_unused else [])
+
+    def _begin_at_zero(self, pending):
+        "Of what earlier parts use, and the last ones may not: DDP has seen its use, and wants a gradient"
+        for found in pending:
+            for p,g in found.items():
+                if p.grad is None: p.grad = torch.zeros_like(g)
 
     def after_backward(self, pending=()):
         """After a backward pass with an exchange: add up gradients outside of DDP, look for missing ones. pending: as
         in `begin_last`. Sync point"""
         if not self._sync: return
+        ddp = self.ddp
+        if ddp is not None and not (ddp.find_unused_parameters or ddp.static_graph):
+            try: self.check_reduced()
+            except RuntimeError: self.checked = False # one did not come; DDP says so in the next forward pass
+            # before what follows: without it the others are in their backward pass still, and wait there
+            if not self.checked: self._check_missing()
         outside = [*filter(_is_trained, self.others),*self.frozen]
         outside += filter(_is_trained, self.aside if self.ddp else self.params)
         if outside:
@@ -506,15 +520,12 @@ class Replica(Trained):
             sum_grads(outside, 1/self.divisor)
         self.frozen = []
         if self.trained[0]!=[*map(_is_trained, self.params)]: self._clear_frozen()
-        if self.ddp is None: return
-        is_first = not self.checked
+
+    def _check_missing(self):
+        "Raise ValueError for a parameter without a gradient, for which DDP waits"
         self.checked = True
-        if self.ddp.find_unused_parameters or self.ddp.static_graph: return
-        try: self.check_reduced()
-        except RuntimeError: is_first = True # or a gradient did not come, which DDP tells in the next forward pass only
-        idle = [k for k in without_gradient(self.model) if k not in self.unused] if is_first else []
-        if idle:
-            raise ValueError(coded('unused-parameters', f"no gradient for {', '.join(idle)}: {_no_part}"))
+        idle = [k for k in without_gradient(self.model) if k not in self.unused]
+        if idle: raise ValueError(coded('unused-parameters', f"no gradient for {', '.join(idle)}: {_no_part}"))
 
 _beside_ddp = 'this fit adds up their gradients by themselves. Freeze them with requires_grad_(False) to save the cost'
 _no_part = ('if they take no part in the loss, use distrib_ctx(find_unused_parameters=True), or freeze '

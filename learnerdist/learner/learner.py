@@ -96,6 +96,7 @@ class Batches:
         return n,is_last
     def accumulate(self, is_last, n_acc):
         "Hear whether the optimizer's step comes after the present batch. n_acc: samples of a step"
+    def check_second(self): "ValueError where a batch can have no further pass"
     def note_items(self, items): "Hear the items of an accumulated step, whose gradients the callback scales itself"
     def defers(self, e, event)->bool:
         "Whether the exception waits for the end of the batch. e: a Cancel exception that a callback has raised"
@@ -265,7 +266,9 @@ class Learner:
     def wrapper(self):
         """What a callback calls for a further forward pass of a training batch (SAM): `model`, in a context in DDP or
         FSDP2. Gradients of a further pass count by the items of the ranks"""
-        return self.runner.loop.model or self.model
+        loop = self.runner.loop
+        if loop.model is None: loop.check_second() # else the call does
+        return loop.model or self.model
     @property
     def repeated(self):
         """Whether nothing of the current batch is recorded: it repeats samples, since other ranks have more in this

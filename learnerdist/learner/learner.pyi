@@ -64,6 +64,9 @@ class Batches:
     def accumulate(self, is_last, n_acc):
         """Hear whether the optimizer's step comes after the present batch. n_acc: samples of a step"""
 
+    def check_second(self):
+        """ValueError where a batch can have no further pass"""
+
     def note_items(self, items):
         """Hear the items of an accumulated step, whose gradients the callback scales itself"""
 

@@ -94,7 +94,8 @@ def _over(loss_func, name, opts):
 @mean_over.register
 def _(loss_func:nn.Module):
     # a subclass with a `forward` of its own may do anything
-    return _over(loss_func, _forwards.get(type(loss_func).forward), _options(loss_func))
+    forward = getattr(type(loss_func), 'forward', None) # a scripted module's class gives none
+    return _over(loss_func, _forwards.get(forward), _options(loss_func))
 
 def _options(loss):
     names = 'weight','ignore_index','reduction'
