@@ -522,9 +522,7 @@ class TrainingLoop(Loop):
         return before+tree_sum(gather_alike(n))
 
     def _clear_step(self):
-        "All parts were cancelled: there is no gradient, as in one process, and torch's SyncBatchNorm has seen nothing"
-        for m in get_model(self.learn.model).modules():
-            if isinstance(m, Synced): m.forget()
+        "All parts were cancelled: there is no gradient, as in one process"
         if self.group.begun: return
         for p in self.params(): p.grad = None
 
@@ -596,7 +594,10 @@ class TrainingLoop(Loop):
         if res.all_ask: self._leave_as_one(res.scope)
 
     def _leave_as_one(self, scope):
-        "All ranks leave `scope` in this batch; a backward pass is over already"
+        """All ranks leave `scope` in this batch; a backward pass is over already. torch's SyncBatchNorm, if no rank gave it
+        a row, has seen nothing"""
+        for m in get_model(self.learn.model).modules():
+            if isinstance(m, Synced): m.forget()
         if scope!='backward': self.ballot.leave(scope)
         self.ballot.agreed = 'backward'
         self.learn('after_cancel_backward')
