@@ -594,7 +594,7 @@ class TrainingLoop(Loop):
         if res.all_ask: self._leave_as_one(res.scope)
 
     def _leave_as_one(self, scope):
-        """All ranks leave `scope` in this batch; a backward pass is over already. torch's SyncBatchNorm has seen nothing,
+        """All ranks leave `scope` in this batch; a backward pass is over already. torch's SyncBatchNorm saw nothing
         if no rank gave it a row"""
         for m in get_model(self.learn.model).modules():
             if isinstance(m, Synced): m.forget()
