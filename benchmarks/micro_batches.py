@@ -91,7 +91,9 @@ def on_rank(case, hook):
         fit,bare = by_hand(case)
         one,ctx = learner(case, 64, hook, global_bs=case.G, max_bs=case.m)
         acc,ctx2 = learner(case, case.m, hook, GradientAccumulation(case.G))
-        learners,times = dict(global_bs=one)|({} if case.norm else dict(GradientAccumulation=acc)),{}
+        learners = dict(global_bs=one)
+        if not case.norm: learners['GradientAccumulation'] = acc
+        times = {}
         with ctx, ctx2:
             def epoch(learn):
                 learn.fit(1)

@@ -56,8 +56,8 @@ def explain(code:str='')->int:
 
 # %% ../nbs/04_command.ipynb #cmd10
 _packages = 'torch torchvision fastcore fastprogress fastai numpy'.split()
-_prefixes = """CUDA_VISIBLE GLOO_ LEARNERDIST_ LOCAL_ MASTER_ NCCL_ OMP_NUM RANK SLURM_N
-WORLD_SIZE""".split()
+_prefixes = tuple("""CUDA_VISIBLE GLOO_ LEARNERDIST_ LOCAL_ MASTER_ NCCL_ OMP_NUM RANK SLURM_N
+WORLD_SIZE""".split())
 
 def versions()->str:
     found = [f'learnerdist {learnerdist.__version__}',f'Python {platform.python_version()}']
@@ -94,8 +94,7 @@ def ports()->str:
     return f'port {port} answers at localhost and {socket.gethostname()}'
 
 def variables()->str:
-    found = {o for o in os.environ.items() if o[0].startswith(tuple(_prefixes))}
-    return ', '.join(map('='.join, sorted(found))) or 'none'
+    return ', '.join(f'{k}={v}' for k,v in sorted(os.environ.items()) if k.startswith(_prefixes)) or 'none'
 
 # %% ../nbs/04_command.ipynb #cmd10c
 def hello()->str:

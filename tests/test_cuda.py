@@ -1,8 +1,9 @@
 """On a GPU: nccl, two ranks that share one GPU over gloo, pinned memory, the device of batches, `device`, SyncBatchNorm
 
 Where there is no GPU, on simulated ones; but the last part needs a real one."""
-import functools, os, signal, time
+import functools, os, signal, tempfile, time
 from functools import partial
+from pathlib import Path
 from gpus import visible
 import pytest, torch, torch.distributed as dist
 from torch import nn
@@ -160,15 +161,18 @@ def over_nccl(func, *args):
 
 def plainly(func, *args): return func(*args)
 
+@functools.cache
+def on_the_cpu():
+    with tempfile.TemporaryDirectory() as d: return testing.run_ranks(table_on, 1, trainings, Path(d), 0, timeout_s=200)[0]
+
 # fastai's first script draws its dropout on the device
 trainings = [o for o in (*of_table,*stories,*of_fastai) if 'script' not in o]
 
 @real
 @pytest.mark.parametrize('W,how', [(1, plainly), (1, over_nccl), (2, plainly), (2, over_nccl)])
 def test_trainings_are_those_of_the_cpu(tmp_path, W, how):
-    cpu, = testing.run_ranks(table_on, 1, trainings, tmp_path/'cpu', 0, timeout_s=200)
-    for got in testing.run_ranks(how, W, table_on, trainings, tmp_path/'gpu', 0, timeout_s=300, env=on_one_gpu):
-        for k in trainings: close(got[k]['got'], cpu[k]['got'], of_table.get(k, {}).get('tol', 1e-6), k)
+    for got in testing.run_ranks(how, W, table_on, trainings, tmp_path, 0, timeout_s=300, env=on_one_gpu):
+        for k in trainings: close(got[k]['got'], on_the_cpu()[k]['got'], of_table.get(k, {}).get('tol', 1e-6), k)
 
 def rank_bits():
     torch.use_deterministic_algorithms(True)

@@ -23,6 +23,7 @@ while (($#)); do
         *) sed -n '2,/^set/{/^#/p}' "$0" | cut -c3-; exit 2 ;;
     esac
 done
+case $only in ''|tests|compiling|benchmark) ;; *) echo "--only $only: give tests, compiling or benchmark"; exit 2 ;; esac
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 [[ -z $wheels ]] || wheels=$(cd "$wheels" && pwd) || exit 2
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
@@ -80,10 +81,10 @@ export py wheels out
 phase 'machine' 120 bash -c where
 grep -E '^(torch|GPU|learnerdist) ?' "$log"
 if ((${#failed[@]}==0)); then
-    ! wanted tests || phase 'tests on the GPU' 480 "$py" -m pytest tests/test_cuda.py -m '' -p no:cacheprovider --junitxml "$out/tests.xml" -rs
-    ! wanted compiling || phase 'tests of learn.compile' 300 "$py" -m pytest ${rehearse:+--collect-only -q} tests/test_compiling.py -p no:cacheprovider --show-capture=no \
+    wanted tests && phase 'tests on the GPU' 480 "$py" -m pytest tests/test_cuda.py -m '' -p no:cacheprovider --junitxml "$out/tests.xml" -rs
+    wanted compiling && phase 'tests of learn.compile' 300 "$py" -m pytest ${rehearse:+--collect-only -q} tests/test_compiling.py -p no:cacheprovider --show-capture=no \
         --junitxml "$out/compiling.xml"
-    ! wanted benchmark || phase 'benchmarks/gpu.py' $((begin+1500-SECONDS)) "$py" benchmarks/gpu.py --out "$out"
+    wanted benchmark && phase 'benchmarks/gpu.py' $((begin+1500-SECONDS)) "$py" benchmarks/gpu.py --out "$out"
     grep -E '^\| |^\*\*|^- ' "$log" >"$out/tables.md"
     grep -E '^[0-9]+ (passed|skipped|failed)|passed|skipped in' "$log" | tail -n 2
 fi

@@ -240,9 +240,10 @@ def _check_on(store, keys):
     "`RankError` if a rank has left without setting its key, or if a rank has failed in this rank's section"
     shared = shared_store()
     found = [o for o in section if shared.check([o])]
-    for r in keys if shared.check(['left']) else ():
+    some_left = shared.check(['left'])
+    for r in keys:
         # its key is looked up last: a rank may set it, and leave
-        if shared.check([f'left/{r}']) and not store.check([keys[r]]): found.append(f'left/{r}')
+        if some_left and shared.check([f'left/{r}']) and not store.check([keys[r]]): found.append(f'left/{r}')
     if found: raise unpack_error(shared.get(found[0]).decode())
 
 def patience(timeout_s:float)->float:

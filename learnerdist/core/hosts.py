@@ -116,7 +116,8 @@ def foreign_rank(env=os.environ)->dict:
 def _is_set(env, rank, size, *_):
     """Whether a launcher other than srun has set these. srun's own variables say more: --mpi=pmix sets PMIX_RANK alone,
     pmi2 no local rank"""
-    if not env.get(rank) or not _in_step(env): return bool(env.get(rank))
+    if not env.get(rank): return False
+    if not _in_step(env): return True
     tasks = _first(env, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS')
     return bool(env.get(size)) and (env[rank],env[size]) != (env['SLURM_PROCID'],tasks)
 

@@ -25,7 +25,7 @@ from ..core.env import current_group,group_size
 from ..core.stacks import coded,need
 from .batchnorm import sync_batchnorm
 from .comparison import few
-from .parts import add_earlier,begin_sum,running,sum_of_ranks,take_grads,tree_sum
+from .parts import add_earlier,add_grads,begin_sum,running,sum_of_ranks,take_grads,tree_sum
 from .vote_links import SocketLinks,nameless
 from ..learner.losses import batch_rows
 
@@ -134,7 +134,7 @@ class PartSums:
     def _add_sparse(self, bucket): # of one parameter; it has no `gradients`
         p, = bucket.parameters()
         for found in self.pending:
-            if p in found: bucket.set_buffer((bucket.buffer()+found[p]).coalesce())
+            if p in found: bucket.set_buffer(add_grads({p: bucket.buffer()}, {p: found[p]})[p])
 
 def _plain(hook):
     def register(ddp, links, parts=None):

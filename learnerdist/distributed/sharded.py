@@ -189,7 +189,8 @@ def with_shared(model, file)->dict:
     res = dict(file)
     for ks in names.values():
         found = [k for k in ks if k in file]
-        for k in ks if found else (): res.setdefault(k, file[found[0]])
+        if not found: continue
+        for k in ks: res.setdefault(k, file[found[0]])
     return res
 
 def fill_parts(model, file:dict, home, device):

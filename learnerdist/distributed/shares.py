@@ -61,9 +61,9 @@ def step_rows(dl, i:int=0)->int:
     if d is None or (d.pad,d.unit,d.streams)!=('batch','row',False) or not d.bs or has_own_order(dl): return None
     n = dl.n_total
     if n is None: return None
-    done = getattr(dl, 'offset', None) # the steps of a resumed epoch that the fit leaves out
-    if done is None: n += d.start
-    return min(d.step, max(n-(i-(done or 0))*d.step, 1))
+    if hasattr(dl, 'offset'): i -= dl.offset # the steps of a resumed epoch that the fit leaves out
+    else: n += d.start
+    return min(d.step, max(n-i*d.step, 1))
 
 # %% ../../nbs/distributed/02_shares.ipynb #c014
 def evaluated(dl):
