@@ -290,8 +290,10 @@ class Twice(Callback):
 
 class Penalty(Callback):
     run_valid = False
-    def __init__(self, in_place): self.in_place = in_place
-    def after_loss(self):
+    def __init__(self, event, in_place=False):
+        self.in_place = in_place
+        setattr(self, event, self._add)
+    def _add(self):
         penalty = .01*sum(p.square().sum() for p in self.model.parameters())
         if self.in_place: self.learn.loss_grad += penalty
         else: self.learn.loss_grad = self.loss_grad+penalty
@@ -565,8 +567,13 @@ scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given
            'loss of the model, accumulated': {**given, 'n': 48, 'parts': 2, 'accumulate': 12},
            'validated in batches': scene(loss=ranked, ctx=dict(seed=3, split_batches=True), wrap=validates_training),
            'contrastive': scene(loss=contrast), 'a scripted loss': scene(loss=scripted),
-           'targets changed in place': scene(n=45, ds=classes, loss=masked_in_place), 'sum and penalty': with_cb(Penalty, False, **of_sum),
-           'sum and penalty in place': with_cb(Penalty, True, **of_sum), 'weighed twice': with_cb(Twice, n=45)}
+           'targets changed in place': scene(n=45, ds=classes, loss=masked_in_place),
+           'sum and penalty': with_cb(Penalty, 'after_loss', **of_sum),
+           'sum and penalty in place': with_cb(Penalty, 'after_loss', True, **of_sum),
+           'sum and late penalty': with_cb(Penalty, 'before_backward', **of_sum),
+           'late penalty': with_cb(Penalty, 'before_backward', n=37),
+           'tokens and late penalty': with_cb(Penalty, 'before_backward', n=45, ds=texts, model=Tags, loss=of_tokens),
+           'weighed twice': with_cb(Twice, n=45)}
 # A second loss, with an optimizer of its own: `average_grads` weighs by samples. 77: five in the last step
 adversarial = {f'a discriminator in {o}': with_cb(TrainsDiscriminator, o, n=77, loss=Discriminator, splitter=every_param)
                for o in ('after_pred','before_step','after_step')}

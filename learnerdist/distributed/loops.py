@@ -34,10 +34,13 @@ class Kind(ABC):
     """How the gradients of parts add up, for a kind of loss. How its values do is `add_totals`; what a part counts is
     `MeanOver`"""
     corrects = False # Whether gradients are multiplied by c/N at the end of a step
+    def begin(self, loss, part:Part, n_parts:int)->Tensor:
+        "The loss of a part, to which callbacks may add something. n_parts: of all ranks"
+        return loss
     @abstractmethod
     def weigh(self, loss, part:Part, n_parts:int, k:float)->Tensor:
-        """The loss whose gradients add up over parts. loss: of the part, with what callbacks have added; n_parts: of
-        all ranks; k: by what the exchange divides, over c"""
+        """The loss whose gradients add up over parts. loss: as of `begin`, with what callbacks have added; k: by what
+        the exchange divides, over c"""
     @abstractmethod
     def weight_of_second(self, part, divisor, items):
         "By what the gradient of another backward pass is multiplied. divisor: by what the exchange divides"
@@ -57,10 +60,8 @@ class Mean(Kind):
 
 class Sum(Kind):
     "A sum over samples; what callbacks add to it counts once a step, also in a part that counts for nothing"
-    def weigh(self, loss, part, n_parts, k):
-        n_own = n_parts # How often the user's loss counts in this part, beside what callbacks have added
-        if part.why: n_own = 0
-        return (loss+part.loss*(n_own-1))*(k/n_parts)
+    def begin(self, loss, part, n_parts): return loss*(0 if part.why else n_parts)
+    def weigh(self, loss, part, n_parts, k): return loss*(k/n_parts)
     def weight_of_second(self, part, divisor, items): return divisor
 
 # %% ../../nbs/distributed/09_loops.ipynb #9b0cdfb7b
@@ -190,7 +191,6 @@ class Loop(Batches):
         if self.evaluation: self.evaluation.begin_batch()
     def check_batch(self): "Before its forward pass, after other callbacks"
     def note_loss(self): "After the loss, before callbacks change it or the targets"
-    def weigh(self): "Before the backward pass of a part, before other callbacks"
     def begin_backward(self): "Before the backward pass of a part, after other callbacks"
     def end_backward(self): "After the backward pass of a part, before other callbacks"
     def settle(self): "After the backward pass of a part, after other callbacks"
@@ -399,31 +399,27 @@ class TrainingLoop(Loop):
 
     def note_loss(self):
         "After the loss, before callbacks change it or the targets"
-        if not self.learn.yb: return
-        if not self.weighs: return self._find_sum()
-        part = self.part
-        part.over = over = loss_over(self.learn)
-        if over.kind=='sum': part.loss = self.learn.loss_grad.clone() # also in place
-        elif over.kind!='whole': part.n = n_items(self.learn, over)
-
-    def _find_sum(self):
-        "In one process, at the first batch of a fit: is the loss a sum? A small validation batch would not show it"
-        if not self.learn.train_iter: loss_kind(self.learn)
-
-    def weigh(self):
-        "Before the backward pass: multiply the loss of a part by its weight, see `Kind`"
         learn,part = self.learn,self.part
-        if not self.weighs or not learn.yb: return
-        over = part.over or loss_over(learn)
-        if over.kind=='unknown' and learn.items is None: over = self._find_kind(part)
-        kind = part.kind = kind_of(over)
+        if not learn.yb: return
+        if self.links is None: loss_kind(learn) # a small validation batch would not show that it is a sum
+        if not self.weighs: return
+        part.over = loss_over(learn)
+        part.kind = kind_of(part.over)
+        if part.kind.corrects: part.n = n_items(learn, part.over)
+        learn.loss_grad = part.kind.begin(learn.loss_grad, part, self.step.n_parts)
+
+    def _weigh(self, part):
+        "Multiply the loss of a part by its weight, with what callbacks have added, see `Kind`"
+        learn,kind = self.learn,part.kind
         k = self.divisor
         if kind.corrects:
             k /= self.scale
+            is_unknown = part.over.kind=='unknown' and learn.items is None
+            if is_unknown and self.links: self.engine.findings('loss-unknown', _unknown, 'once')
             if not self._count(part): # its loss may be NaN
                 learn.loss_grad = zero_of(learn.pred)
                 return
-        elif self.by_parts: need(over.kind!='whole', _at_once, max_bs=self.engine.opts.max_bs)
+        elif self.by_parts: need(part.over.kind!='whole', _at_once, max_bs=self.engine.opts.max_bs)
         learn.loss_grad = kind.weigh(learn.loss_grad, part, self.step.n_parts, k)
 
     def _count(self, part)->bool:
@@ -432,12 +428,6 @@ class TrainingLoop(Loop):
         on_device = isinstance(n, Tensor) and n.device.type!='cpu'
         part.n = self.learn.items = self._guarded(n) if on_device else float(n)
         return part.why in (None,Why.repeats) and (on_device or part.n!=0)
-
-    def _find_kind(self, part):
-        "What an unknown loss is: samples count alike, and a warning says so; one process tries"
-        if self.links: self.engine.findings('loss-unknown', _unknown, 'once')
-        elif loss_kind(self.learn)=='sum': part.over,part.loss = loss_over(self.learn),self.learn.loss_grad
-        return part.over or loss_over(self.learn)
 
     def _guarded(self, n):
         """Items that a loss counts on a device, where they stay, so that nobody waits for it; no NaN flows back if
@@ -451,6 +441,7 @@ class TrainingLoop(Loop):
         "Before the backward pass of a part, after other callbacks: what travels with its gradients is known"
         step,learn = self.step,self.learn
         if not self.weighs: return
+        if learn.yb: self._weigh(self.part)
         if self.part.why in (Why.cancelled,Why.dropped):
             learn.loss_grad = learn.loss_grad*0
             step.handles = [p.register_hook(_finite) for p in self.engine.all_params() if p.requires_grad]

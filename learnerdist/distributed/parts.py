@@ -118,7 +118,6 @@ class Part:
     n = 0       # Its items, as the loss counts them: a number, or a tensor () on a device
     over = None # What the loss is the mean over, before callbacks change it
     kind = None # The `Kind` of the loss
-    loss = None # Of a sum: before callbacks add something to it
     asks = Asks.no # Where a callback has cancelled it after its backward pass
     def __init__(self, number:int, why=None):
         self.number,self.why = number,why # among those of all ranks; `Why`, or None if it counts

@@ -76,7 +76,6 @@ class Adapter(Callback, ABC):
     def before_validate(self): self.engine.begin_evaluation()
     def before_batch(self): self.engine.loop.begin_batch()
     def after_loss(self): self.engine.loop.note_loss()
-    def before_backward(self): self.engine.loop.weigh()
     def after_backward(self): self.engine.loop.end_backward()
     def after_batch(self): self.engine.loop.end_batch()
     def after_train(self):

@@ -189,10 +189,7 @@ class Accumulated:
         learn = self.engine.learn
         own = find_bs(learn.yb)
         learn.loss_grad = learn.loss_grad*(self.rows/own)
-        loop = self.engine.loop
-        # a sum, which `weigh` compares with what it has become
-        if loop.part.loss is not None: loop.part.loss = loop.part.loss*(self.rows/acc.n_acc)
-        if loop.step.is_last: acc.count += self.rows-own
+        if self.engine.loop.step.is_last: acc.count += self.rows-own
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
 class EpochLosses:
@@ -388,9 +385,7 @@ class DistributedTrainer(Adapter):
         self.forward.find_items()
         self.engine.loop.note_loss()
         self.has_loss = True
-    def before_backward(self):
-        self.accumulated.scale()
-        self.engine.loop.weigh()
+    def before_backward(self): self.accumulated.scale()
     def after_batch(self):
         self.engine.loop.end_batch()
         if not self.training: return
