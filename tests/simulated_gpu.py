@@ -18,7 +18,7 @@ import collections, contextlib, functools, gc, os, sys, threading, time, warning
 from types import SimpleNamespace
 import learnerdist
 import torch, torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils import _device, _foreach_utils
@@ -394,6 +394,12 @@ class SimulatedGPU:
         self._set(torch, 'device', Meta('device', (), dict(__module__='torch')))
         old = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
+        apply = nn.Module._apply
+        def moved(module, fn, recurse=True): # what is there already stays, as a swap of it fails within a step
+            for o in module.children() if recurse else (): o._apply(fn)
+            here = [*module.parameters(recurse=False),*module.buffers(recurse=False)]
+            return module if all(fn(t) is t for t in here) else apply(module, fn, recurse=False)
+        self._set(nn.Module, '_apply', moved)
         self.stack.callback(torch.__future__.set_swap_module_params_on_conversion, old)
         self._set(torch.backends.cudnn, 'is_acceptable', lambda t: False) # no kernels
         self._set(_foreach_utils, '_foreach_supported_types', [*_foreach_utils._foreach_supported_types, Gpu])

@@ -1,9 +1,11 @@
 "Two at a time of what may happen in a fit: on 2 ranks each pair is what it is on one process, and `verify` says so"
 import itertools
 import pytest, torch
+from torch.utils._pytree import tree_map
 from harness import Failed, caught, close
 from scenes import Cancels, make, net, normed, result, run, scene
 from helpers import At
+from simulated_gpu import SimulatedGPU, is_possible
 from learnerdist.all import EMA, Callback, CancelBatchException, Checkpoint, group_rank, group_size, process_group
 from learnerdist.testing import run_ranks
 from learnerdist.verify import verify
@@ -60,8 +62,13 @@ def rank_pairs(path):
     with process_group(): pass # the store of the launch is opened
     return {k: caught(one, k) for k in pairs}
 
-@pytest.fixture(scope='module')
-def ranks(tmp_path_factory): return run_ranks(rank_pairs, 2, tmp_path_factory.mktemp('pairs'), timeout_s=200)
+def rank_pairs_on_gpus(path):
+    with SimulatedGPU(2, same_order=True): return tree_map(to_host, rank_pairs(path))
+def to_host(o): return o.cpu() if isinstance(o, torch.Tensor) else o
+
+gpus = pytest.param(rank_pairs_on_gpus, marks=[pytest.mark.long,pytest.mark.skipif(not is_possible, reason='needs a newer torch')])
+@pytest.fixture(scope='module', params=[rank_pairs,gpus], ids=['cpu','simulated gpu'])
+def ranks(request, tmp_path_factory): return run_ranks(request.param, 2, tmp_path_factory.mktemp('pairs'), timeout_s=300)
 
 @pytest.mark.parametrize('names', pairs, ids='-'.join)
 def test_pair(ranks, names):
