@@ -140,7 +140,7 @@ def check_run(old:dict, new:dict, at:dict, fit:int, src):
 def _counts(horizon): return ', '.join(f'{name}={n}' for name,n in horizon)
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c013
-def settle(learn, ddp):
+def rebuild_buckets(learn, ddp):
     """Before a training batch, let `ddp` (None: not in DDP) rebuild its buckets as they were before the interruption.
     Sync point: all ranks call this"""
     if ddp is None: return

@@ -29,7 +29,7 @@ from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.losses import loss_over
 from ..learner.techniques import callbacks_of,trained_weights
 from .callback_state import check_model,check_run,config_changes,load_states
-from .callback_state import horizons,state_of_rank,settle,states_of,unpacked
+from .callback_state import horizons,rebuild_buckets,state_of_rank,states_of,unpacked
 from .position import PlacedLoader,end,go_back,place_in_epoch,set_streams,streams_now,validation
 from .snapshot import Found,Writers,on_cpu,to_plain
 from .where import Files,open_memory
@@ -141,29 +141,29 @@ class FitState:
         self.n_fit = getattr(learn, 'fits_done', 0) # Its number among the learner's, from 0
         self.config = run_config(learn, self.world)|dict(schedule=horizons(learn.cbs))
         self.loader = None # The training loader, as a `PlacedLoader`
-        self.unsettled = False # Whether DDP still has its initial buckets
+        self.initial_buckets = False # Whether DDP still has its initial buckets
 
     def seed_moment(self, moment:int, epoch:int):
         "Seed the streams of this process for a moment of an epoch; nothing is seeded alone"
-        ctx = self.engine
-        if ctx and ctx.opts.sample_seeds: seed_streams(ctx.seed, ctx.epochs_before+epoch, moment)
+        e = self.engine
+        if e and e.opts.sample_seeds: seed_streams(e.seed, e.epochs_before+epoch, moment)
 
     def open_loader(self, dl)->PlacedLoader:
         "The loader of a training loop that begins"
-        ctx = self.engine
-        if ctx is None: self.loader = PlacedLoader(dl, None, self.learn.dls)
+        e = self.engine
+        if e is None: self.loader = PlacedLoader(dl, None, self.learn.dls)
         else:
-            seeds = ctx.seed_streams if ctx.opts.sample_seeds else None
-            self.loader = PlacedLoader(ctx.loaders.share_now(dl, pad='batch'), seeds)
+            seeds = e.seed_streams if e.opts.sample_seeds else None
+            self.loader = PlacedLoader(e.loaders.share_now(dl, pad='batch'), seeds)
         return self.loader
 
     def capture(self, phase)->dict:
         "The state besides weights and optimizer: the position, the callbacks, and this rank's own state"
         learn = self.learn
-        ctx = self.engine
+        e = self.engine
         at = dict(phase=phase, epoch=learn.epoch+(phase=='done'), step=learn.train_iter)
         at |= dict(pct_train=learn.pct_train, n_epoch=learn.n_epoch, fit=self.n_fit)
-        at |= dict(seed=ctx and ctx.seed, epochs_before=ctx and ctx.epochs_before, world=self.world)
+        at |= dict(seed=e and e.seed, epochs_before=e and e.epochs_before, world=self.world)
         at['loss_adds_up'] = self.many and loss_over(learn).kind=='sum'
         cbs = states_of(learn.cbs, 'fit_state')
         own = dict(loader=None, streams=None, cbs=states_of(learn.cbs, 'rank_state'))
@@ -172,7 +172,7 @@ class FitState:
         if phase=='train':
             at |= place_in_epoch(self.loader, learn.iter)
             own['loader'] = self.loader.state_at(learn.iter)
-        if not ctx:
+        if not e:
             if phase=='train': drawn = self.loader.streams_at(learn.iter)
             else: drawn = streams_now(learn.dls)
             own['streams'] = to_plain(drawn, 'streams', exact=True)
@@ -221,7 +221,7 @@ class FitState:
         load_opt(learn.opt, opt)
         self.alike = at['world']==self.world
         self.adds_up = at['loss_adds_up']
-        self.unsettled = at['step']>0 and self.world>2
+        self.initial_buckets = at['step']>0 and self.world>2
         if self.engine and at['seed'] is not None: self.engine.loaders.go_on(at['seed'], at['epochs_before'])
         self.load_callbacks()
 
@@ -305,12 +305,11 @@ class Checkpoint(Callback):
 
     def _begin(self):
         learn,runner = self.learn,self.learn.runner
-        engine = None if runner.is_alone else runner
-        self.engine = engine if group_size()>1 else None
         folder = as_path(self.path, learn.path)
         if self.n_fits: folder = folder/f'fit_{self.n_fits+1}'
-        self.files = Files(folder, self.keep, self.background, self.engine is not None)
-        self.state,self.when = FitState(learn, engine),When(self._plan(), self.signals)
+        self.state = FitState(learn, None if runner.is_alone else runner)
+        self.files = Files(folder, self.keep, self.background, self.state.many)
+        self.when = When(self._plan(), self.signals)
         self.active = True
         self.nested = 0 # Loops within this fit, such as fastai's `get_preds`
         # what the fit is doing: 'epoch', 'train', 'trained', 'validate', 'validated'
@@ -318,7 +317,7 @@ class Checkpoint(Callback):
         self.captured = None # The state that was captured before validation
         # the positions of the newest checkpoint, and of the one that this fit will resume at
         self.last = self.at = None
-        if self.engine: self.engine.ballot.watcher = self
+        if self.state.many: runner.ballot.watcher = self
         learn.add_cb(_Early(self))
         resume = self.resume or self.resuming
         self.files.open(resume, 'files' in self.when.plan)
@@ -396,7 +395,7 @@ class Checkpoint(Callback):
         self.state.load_callbacks()
         if at['phase']!='train': self.state.go_on_drawing()
         # one process has not counted them
-        if at['phase']=='train' and self.engine: self.engine.loop.n_steps = at['iter']
+        if at['phase']=='train' and self.state.many: self.state.engine.loop.n_steps = at['iter']
         rec = getattr(self.learn, 'recorder', None)
         if at['phase']=='done' and rec and rec.values: self.learn.final_record = rec.values[-1]
 
@@ -422,12 +421,12 @@ class Checkpoint(Callback):
         "Between two training steps"
         if not self.training or self.phase!='train': return
         self.commit('train')
-        if self.state.unsettled: settle(self.learn, self.state.engine.ddp)
-        self.state.unsettled = False
+        if self.state.initial_buckets: rebuild_buckets(self.learn, self.state.engine.ddp)
+        self.state.initial_buckets = False
     def after_batch(self):
         if not self.active or self.learn.runner.loop.more_parts: return
         if self.training: self.when.after_step(self.train_iter)
-        if self.engine is None: self.receive(*self.wishes())
+        if not self.state.many: self.receive(*self.wishes())
 
     def wishes(self)->tuple:
         "See `When`; part of each vote"
@@ -488,7 +487,7 @@ class Checkpoint(Callback):
 
     def _leave(self):
         lost = self.files.wait()
-        if self.engine: lost = gather_objects(lost)[0] # all wait: the launcher ends the others when one exits
+        if self.state.many: lost = gather_objects(lost)[0] # all wait: the launcher ends the others when one exits
         why = self.when.requests.take() or 'a signal to another rank'
         step = f'saved in {self.files.folder} after step {self.train_iter}, and goes on from'
         what = f'not {step} an older state' if lost else f'{step} there'
@@ -498,7 +497,7 @@ class Checkpoint(Callback):
     def cleanup(self):
         if not self.active: return
         self.active = self.resuming = False
-        if self.engine: self.engine.ballot.watcher = None
+        if self.state.many: self.state.engine.ballot.watcher = None
         self.learn.remove_cb(_Early)
         with ExitStack() as ends: # also of a Ctrl-C while it waits
             # a process that calls functions goes on

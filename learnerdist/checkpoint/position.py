@@ -64,9 +64,10 @@ def _with_state(dl):
 
 class PlacedLoader(LoaderWrapper):
     "A training loader that begins after the batches that were trained on, and says where it is"
-    # had: batches that were trained on before; offset: those of them that `dl` leaves out; again: those to read again
-    had = offset = again = 0
-    begin = None # Where `dl` begins, if it has a state
+    n_trained = 0 # Batches of this epoch that an earlier run has trained on
+    # They are left out in one of three ways: the dealer does not deal them (`offset`: so many), they are read again, or
+    # `dl` loads its own state
+    offset,reads_again,own_state = 0,False,None
     # alone: `streams_now` before the first batch; what `streams_at` gave in an earlier run
     at_start = resumed = None
     def __init__(self, dl, seeds, dls=None):
@@ -81,8 +82,8 @@ class PlacedLoader(LoaderWrapper):
     def __len__(self): return self.offset+len(self.dl)
     def __iter__(self):
         own = _with_state(self.dl)
-        first = self.had-self.again
-        if self.begin is not None: own.load_state_dict(self.begin)
+        first = 0 if self.reads_again else self.n_trained
+        if self.own_state is not None: own.load_state_dict(self.own_state)
         if hasattr(self.dl, 'dealer'): self.dl.dealer.n_skip = first # its batches are seeded by their number
         if self.seeds: self.seeds(first) # workers are seeded from the streams
         streams = dict(self.resumed['batches']) if self.resumed else {}
@@ -95,10 +96,10 @@ class PlacedLoader(LoaderWrapper):
             if self.at_start: self.drawn.append((k-1,rng_state()))
             if (b := next(it, last)) is last: return
             if own is not None: self.states.append((k,own.state_dict()))
-            if k>self.had: yield b
+            if k>self.n_trained: yield b
     def state_at(self, i:int):
         "The loader's own state after `i` batches of this epoch; None if it has none, or has not been read"
-        return dict([(self.had,self.begin),*self.states]).get(i)
+        return dict([(self.n_trained,self.own_state),*self.states]).get(i)
     def streams_at(self, i:int)->dict:
         "Alone: what a run draws from that begins after `i` batches. A loop may have read more of them"
         return dict(start=self.at_start, batches=[o for o in self.drawn if o[0]>=i])
@@ -124,11 +125,11 @@ def place_in_epoch(dl:PlacedLoader, i:int)->dict:
 def go_back(dl:PlacedLoader, at:dict, alike, state):
     """Let a loader begin at its place in the epoch, `at`. alike: whether there are as many ranks as then; state: the
     loader's own, on this rank. ValueError if that is not possible"""
-    dl.had = n = at['iter']
+    dl.n_trained = n = at['iter']
     alike = alike and at['data']==place_in_epoch(dl, 0)['data']
-    if alike and state is not None and _with_state(dl) is not None: dl.begin = state
+    if alike and state is not None and _with_state(dl) is not None: dl.own_state = state
     elif at['done'] is not None and _unit(dl): dl.offset,dl.dealer.already_read = n,(dl.dealer.epoch,at['done'])
-    elif alike: dl.again = n
+    elif alike: dl.reads_again = True
     else:
         what = 'this checkpoint was made in mid-epoch, and the rest of the epoch cannot be dealt'
         what += ' to another number of ranks, or in batches of another size'

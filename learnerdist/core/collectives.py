@@ -170,7 +170,7 @@ def add_states(a, b):
     if isinstance(a, list): return [add_states(*o) for o in zip(a, b, strict=True)]
     return sum(o.double() if isinstance(o, Tensor) else o for o in (a, b))
 
-def in_order(parts)->object:
+def sum_in_order(parts)->object:
     """The sum that one process has, to the bit: it adds one batch after the other. parts: of each rank, the numbers of
     its batches, and what each adds, as an array of numbers or one tensor"""
     terms,res = [],0
@@ -188,7 +188,7 @@ def reduce_sums(reds:list, by_batch=()):
     owns = [*starmap(getattr, places)]
     parts = gather_objects([*map(_plain, owns)])
     for (obj,k),own,os in zip(places, owns, zip(*parts)):
-        if (id(obj),k) in ordered: setattr(obj, k, _like(in_order(os), (), own[1]))
+        if (id(obj),k) in ordered: setattr(obj, k, _like(sum_in_order(os), (), own[1]))
         else: setattr(obj, k, _like(reduce(add_states, os), os, own))
 
 def _plain(o): return o.detach().as_subclass(Tensor) if isinstance(o, Tensor) else o

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from .compat import abort_device_work,abort_group,built_for,default_store
 from .compat import destroy_group,fake_store,in_bad_fork,set_timeout
 from .files import environment
-from .hosts import alone_warning,check_rank,foreign_rank,keep_alive
+from .hosts import alone_warning,check_launch,foreign_rank,keep_alive
 from .stacks import describe_error,frames_of_thread
 from .stacks import need,preempted_status,users_frame,warn
 
@@ -45,7 +45,7 @@ def read_launcher():
     in variables that are set by hand"""
     if in_group(): return
     os.environ.update(foreign_rank())
-    check_rank()
+    check_launch()
 
 def _is_in_foreign_group(): return in_group() and not os.environ.get('RANK')
 

@@ -130,7 +130,7 @@ def _starter(name):
     return pid
 
 # %% ../../nbs/core/00_hosts.ipynb #c4ec0001
-def check_rank(env=os.environ):
+def check_launch(env=os.environ):
     "ValueError if RANK and its kin do not number this process: it would train alone, or wait for others forever"
     rank = env.get('RANK', '')
     size = env.get('WORLD_SIZE', '')

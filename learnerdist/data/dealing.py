@@ -58,12 +58,12 @@ class Deal:
         need(not G or G>=W, f'give a sample at least for each of {W} ranks', global_bs=G)
         step,own = G or (self.bs or 1)*W,vars(self)
         own['step'] = step # Items of a global batch
-        own['row'] = step if step%W else W # Items after which dealing begins at rank 0 again
+        own['round'] = step if step%W else W # Items after which dealing begins at rank 0 again
         # Whether ranks read equally many batches, and not equally many items
         own['by_step'] = self.pad=='batch' and bool(self.bs)
-        # Whether a last row that is not full is left out before it is dealt: a last batch that is full on one rank may
-        # not be so on another
-        own['drops_rest'] = self.drop_last and (self.by_step or self.row>W)
+        # Whether a last round that is not full is left out before it is dealt: a last batch may be full on one rank
+        # only
+        own['drops_rest'] = self.drop_last and (self.by_step or self.round>W)
         # Parts of a step, of all ranks, where each is read by itself; None: a batch is a rank's part
         own['n_parts'] = self.max_bs and count_parts(step, self.max_bs, W)
         n = own['n_parts'] or 0
@@ -71,13 +71,13 @@ class Deal:
         own['own_parts'] = range(self.rank*n//W, (self.rank+1)*n//W)
 
     def taken(self, items, at:int=0):
-        "This rank's items of some that follow each other: a list, a range or a tensor. at: how many come before"
+        "This rank's items among consecutive ones: a list, a range or a tensor. at: how many of the epoch come before"
         W = self.world_size
-        if self.row==W: return items[(self.rank-at)%W::W]
+        if self.round==W: return items[(self.rank-at)%W::W]
         return [o for i,o in enumerate(to_list(items), at) if i%self.step%W==self.rank]
 
     def padding(self, n:int)->int|None:
-        "The place of the item that this rank repeats after the `n` of an epoch; None if it repeats none"
+        "Which of an epoch's `n` items this rank repeats at its end, by its place in the order; None if it repeats none"
         W = self.world_size
         rest = n%self.step
         if n<1 or not self.pad: return None
@@ -88,7 +88,7 @@ class Deal:
 
     def dealt(self, n:int)->int:
         "How many of an epoch's `n` items are dealt"
-        return n-n%self.row if self.drops_rest else n
+        return n-n%self.round if self.drops_rest else n
 
     def count(self, n:int)->int:
         "How many of an epoch's `n` items this rank reads"
@@ -109,7 +109,7 @@ class Deal:
         head = []
         most = self.world_size-1
         chunks = without_first(chunks, skip)
-        if self.drops_rest: chunks = full_rows(chunks, self.row)
+        if self.drops_rest: chunks = full_rounds(chunks, self.round)
         for chunk in chunks:
             if len(head)<most: head += to_list(chunk[:most-len(head)])
             yield to_list(self.taken(chunk, at))
@@ -147,8 +147,8 @@ def without_first(chunks, n:int):
         yield chunk[n:]
         n = max(n-len(chunk), 0)
 
-def full_rows(chunks, n:int):
-    "The chunks without the items at the end that do not fill a row of `n`"
+def full_rounds(chunks, n:int):
+    "The chunks without the items at the end that do not fill a round of `n`"
     rest = []
     for chunk in chunks:
         if len(rest): chunk = [*rest,*to_list(chunk)]

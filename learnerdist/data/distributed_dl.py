@@ -551,7 +551,7 @@ class DistributedDL(LoaderWrapper):
     """One rank's share of a data loader. Other attributes are read from the copied loader, `.dl`. `len` is in batches
     of this rank"""
     after_part = staticmethod(as_it_is) # What is done to each part of a step when its turn comes
-    _warned = False
+    _warned_repeated = False # see `_repeated`
     def __init__(self,
         dataset,            # As in `TfmdDL`
         rank:int, world_size:int,
@@ -676,8 +676,8 @@ class DistributedDL(LoaderWrapper):
             late = 0
         n = k-left_out
         check_count(d, n, type(self.source.dataset if d.streams else self.source).__name__)
-        if self.mixed and not (d.rank or self._warned) and d.hashes[0]==d.hashes[1]!=0:
-            self._warned = True
+        if self.mixed and not (d.rank or self._warned_repeated) and d.hashes[0]==d.hashes[1]!=0:
+            self._warned_repeated = True
             warn('repeated-stream', _repeated.format(d.workers))
         owed = d.owed(n)
         d.empty |= {*range(n, n+owed)}

@@ -47,7 +47,7 @@ class Evaluation:
 
     def begin_batch(self):
         "Before each batch"
-        if self.lists: self._note()
+        if self.lists: self._number_entries()
         for o in self.terms: o.take(self.n_begun-1)
         self.n_begun += 1
 
@@ -60,8 +60,8 @@ class Evaluation:
         "After each batch, before the metrics accumulate it"
         if self.n_step!=0: self._rescale()
         if not is_share(self.learn.dl) or not self.adapter.counts(): return
-        if self.reductions is None: self._look()
-        if self.fed: self._keep()
+        if self.reductions is None: self._find_reductions()
+        if self.fed: self._keep_batch()
 
     def _rescale(self):
         """Let a loss that is a sum be one over as many samples as a step of training has, whatever the size of a batch:
@@ -94,7 +94,7 @@ class Evaluation:
         checks = self.engine.findings.mode and not (self.engine.sharded or self.learn.training)
         return bool(checks and self._by_batch() and is_share(self.learn.dl))
 
-    def _look(self):
+    def _find_reductions(self):
         "Find the lists of this loop's metrics, and what is kept for metrics that take whole batches"
         self.reductions = []
         for m in self.adapter.measured(): self.reductions += [(m,red) for red in reductions(m)]
@@ -107,7 +107,7 @@ class Evaluation:
         reads_inputs = any(getattr(m, 'with_input', False) for m in self.fed)
         self.of_batch = _of_batch if reads_inputs else _of_batch[1:]
 
-    def _note(self):
+    def _number_entries(self):
         "Number the new entries of lists: that of the batch, and which of its entries it is: a metric may add several"
         k = self.number(self.n_begun-1)
         for obj,name,ks in self.lists: ks += [(k,j) for j in range(len(getattr(obj, name))-len(ks))]
@@ -115,8 +115,8 @@ class Evaluation:
     def put_together(self):
         "Reduce metrics and predictions at the end of the loop. Sync point, also for a rank without a batch"
         if not is_share(self.learn.dl): return
-        if self.reductions is None: self._look()
-        self._note()
+        if self.reductions is None: self._find_reductions()
+        self._number_entries()
         self._check()
         by_batch = []
         numbers = [self.number(i) for i in range(self.n_begun)]
@@ -127,7 +127,7 @@ class Evaluation:
         reduce_sums([red for _,red in self.reductions if isinstance(red, Sums)], by_batch)
         for m,red in self.reductions:
             if isinstance(red, Rows): self._gather(m, red)
-        if self.fed: self._feed()
+        if self.fed: self._accumulate_all()
 
     def _check(self):
         """RuntimeError unless each batch of the loader was seen once, ValueError for what needs the batches of other
@@ -160,7 +160,7 @@ class Evaluation:
                 found[name] = gather_batches(values, ks, getattr(m, 'ns', None), dst, make)
         for name,got in found.items(): setattr(red.obj, name, self.adapter.as_kept(m, name, got))
 
-    def _keep(self):
+    def _keep_batch(self):
         "Keep this batch for metrics that take batches"
         learn = self.learn
         i = self.n_begun-1
@@ -168,7 +168,7 @@ class Evaluation:
         saved |= dict(items=vars(learn).get('items'), n_rows=batch_rows(learn), iter=self.number(i))
         self.batches[i] = saved
 
-    def _feed(self):
+    def _accumulate_all(self):
         "Reset metrics, and let them accumulate the batches of all ranks. Sync point"
         for m in self.fed: m.reset()
         with ExitStack() as stack:

@@ -33,25 +33,25 @@ _alike = BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler,Join
 
 class Share(DistributedDL):
     "A rank's share of the loader of a learner in a context"
-    n_read = 0 # how often another learner has read all of the loader
-    warned = False
+    n_full_reads = 0 # how often another learner has read all of the loader
+    warned_by_hand = False
     def __iter__(self):
         it = super().__iter__()
         by_hand = not self.dealer.in_loop
         self.dealer.in_loop = False
-        return self._by_hand(it) if by_hand and self.world_size>1 and not self.warned else it
+        return self._by_hand(it) if by_hand and self.world_size>1 and not self.warned_by_hand else it
     def _by_hand(self, it):
         yield from islice(it, 1) # a look at a batch is no loop
-        self.warned = True
+        self.warned_by_hand = True
         if not self.rank: warn('read-by-hand', _part.format(self.world_size))
         yield from it
     def all_data(self):
         """All batches of the loader behind it, in an order that is the same on all ranks: for a loop of the user's, and
         a learner that is in no context"""
-        self.n_read += 1
+        self.n_full_reads += 1
         res = self.from_dl(self.source, 0, 1, self.seed, pad=False)
         # not `set_epoch`, which would go through to the loader that both share
-        res.dealer.epoch = self.n_read
+        res.dealer.epoch = self.n_full_reads
         return res
 
 # %% ../../nbs/distributed/02_shares.ipynb #ce578703

@@ -83,7 +83,7 @@ class Adapter(Callback, ABC):
         self.end_train()
     def after_validate(self):
         self.engine.end_evaluation()
-        self.evaluated()
+        self.end_validate()
     def after_epoch(self): self.engine.ballot.phase = Phase.after_epoch
     def after_fit(self):
         self.engine.loaders.epochs_before += self.n_epoch
@@ -126,8 +126,8 @@ class Adapter(Callback, ABC):
     def measured(self)->list:
         "The metrics of this loop, and the callbacks that gather"
     @abstractmethod
-    def evaluated(self):
-        "The metrics are those of all ranks now"
+    def end_validate(self):
+        "At the end of a validation loop, whose metrics are those of all ranks now"
     @abstractmethod
     def as_kept(self, m, name, got):
         "What becomes of the list `name` of `m`; got: `Gathered`, or None"
@@ -168,8 +168,8 @@ class DistributedTrainer(Adapter):
         if rec and not rec.measuring: rec.reset_metrics() # the loop was cancelled before it began
         gather = [cb for cb in cbs if reduction.dispatch(type(cb)) is not reduction.dispatch(object)]
         return rec.valid_mets+gather if rec else gather
-    def evaluated(self):
-        "The metrics are those of all ranks now"
+    def end_validate(self):
+        "At the end of a validation loop, whose metrics are those of all ranks now"
         if 'recorder' in vars(self.learn): self.learn.recorder.reduced = True
     def as_kept(self, m, name, got):
         "What becomes of the list `name` of `m`; got: `Gathered`, or None"

@@ -25,7 +25,8 @@ from ..core.env import wait_key,waits
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c006
 class Phase(IntEnum):
-    "Where ranks exchange something, in the words of an error"
+    """Where in a fit a rank exchanges a row, in the words of an error. It is the first byte of the row: ranks that send
+    different ones have diverged"""
     def __new__(cls, value, text):
         res = int.__new__(cls, value)
         res._value_,res.text = value,text
@@ -51,7 +52,8 @@ class RanksDiverged(RuntimeError):
     "Ranks exchange something in different phases of their code, as when rank 0 alone calls `validate`"
 
 class Links:
-    "This rank's connections to the others; subclasses implement `send` and `receive`"
+    """This rank's connections to the others: an all-gather of short rows in log2(W) hops (Bruck et al., 1997).
+    Subclasses implement `send` and `receive`"""
     def __init__(self, rank, world_size, timeout_s:float=1800):
         self.rank = rank
         self.world_size = world_size
@@ -284,8 +286,8 @@ def widest(cancelled):
     return max(cancelled, key=scopes.index, default=None)
 
 class Asks(IntEnum):
-    """Whether a rank asks if all have cancelled, and the phase of the batch: ranks cancel together if they ask in the
-    same one"""
+    """Whether a rank asks if all have cancelled a batch after its backward pass, and how far in the batch it is: ranks
+    leave together if all ask at the same point"""
     no = 0
     before_step = 1
     after_step = 2
@@ -295,8 +297,9 @@ class Asks(IntEnum):
 _row = struct.Struct('<d7B') # of 15 bytes, beside which its phase travels
 
 class Message(NamedTuple):
-    "What a rank says of a step, to all ranks: in its last backward pass how it counts, and after it how to go on"
-    items:float=0.     # Items of its parts; NaN: a device counts them
+    """What a rank says to all ranks: with the last backward pass of a step how the step counts; in a vote how to go on;
+    where a batch's samples are not known, how many it has, and whether it is the last one"""
+    items:float=0.     # Items of its parts, or samples of its batch; NaN: a device counts them
     scope:str=None     # The widest scope that it has cancelled; None: nothing
     counts:bool=False  # Whether a part of it counts
     changed:bool=False # Whether its forward passes have changed buffers, see `PartStatistics`
@@ -318,7 +321,7 @@ class Outcome(NamedTuple):
     save:bool     # Whether a rank wants a checkpoint
     stop:bool     # Whether a rank wants a checkpoint, and then to stop
     asked:bool    # Whether a rank asks
-    all_ask:bool  # Whether all ranks ask, in the same phase: what they cancel is skipped
+    all_ask:bool  # Whether all ranks ask, at the same point: what they cancel is skipped
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #vt07b
 def outcome(rows:list)->Outcome:

@@ -417,8 +417,8 @@ class DistributedTrainer(Adapter):
         "The metrics of this loop, and the callbacks that gather"
         mets = metrics_of_loop(self.learn)
         return mets if self.training else [*mets, *gatherers(self.learn)]
-    def evaluated(self):
-        "After the loop"
+    def end_validate(self):
+        "At the end of a validation loop, whose metrics are those of all ranks now"
         self.predictions.end_loop()
     def as_kept(self, m, name, got):
         "An entry for each batch; for `get_preds` all together, which fastai would copy"

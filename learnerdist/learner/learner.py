@@ -71,8 +71,8 @@ class StartAt(NamedTuple):
     batches:int=0      # Batches of this epoch already trained on; the loader yields the rest
     trained:bool=False # Whether the training loop of this epoch is complete
 
-def check_parts(dls, model, metrics, **functions):
-    "ValueError for what cannot be a part of a learner"
+def check_arguments(dls, model, metrics, **functions):
+    "ValueError for what a learner cannot use"
     remedy = 'give `DataLoaders`, or an object with `train`, an index and a length'
     need(hasattr(dls, 'train'), remedy, dls=dls)
     need(isinstance(model, torch.nn.Module), 'give a torch.nn.Module', model=model)
@@ -217,7 +217,7 @@ class Learner:
         model_dir='models',         # Folder for saved models, within `path`
         *, train_bn=True               # Train the normalisation layers of frozen parameter groups, too
     ):
-        check_parts(dls, model, metrics, loss_func=loss_func, opt_func=opt_func, splitter=splitter)
+        check_arguments(dls, model, metrics, loss_func=loss_func, opt_func=opt_func, splitter=splitter)
         need(isinstance(path, (str,Path,type(None))), 'give a folder', path=path)
         self.dls,self.model = dls,model
         self.loss_func = loss_func
@@ -328,6 +328,7 @@ class Learner:
         "Call the callbacks that handle `event`, in their order"
         always = event not in batch_events
         for cb in self._handlers.get(event, ()):
+            # `cb.answers`, without its call
             if not cb.run or not (always or (cb.run_train if self.training else cb.run_valid)): continue
             try: getattr(cb, event)()
             except _cancels as e:

@@ -44,8 +44,8 @@ class StartAt(NamedTuple):
     batches: int = 0
     trained: bool = False
 
-def check_parts(dls, model, metrics, **functions):
-    """ValueError for what cannot be a part of a learner"""
+def check_arguments(dls, model, metrics, **functions):
+    """ValueError for what a learner cannot use"""
 
 class Batches:
     """What a learner asks of the batches of a loop. These are the answers of a process that trains alone"""

@@ -231,21 +231,23 @@ class GradientAccumulation(Callback):
     ):
         need(n_acc>=1, 'give the number of samples that make a step', n_acc=n_acc)
         self.n_acc = n_acc
-        self.count = 0
-        self.items = 0
-        self.own = 0
-        self.stepping,self.at = True,None
-        self.marks = deque()
+        # Since the last step: samples of all ranks; in one process, what the loss is the mean over
+        self.count,self.items = 0,0
+        self.batch_items = 0 # Of the present batch, until its backward pass has ended
+        self.stepping = True # Whether the optimizer steps after the present batch
+        self.counted_iter = None # `train_iter` of the batch that `count` has last
+        self.marks = deque() # See `_Marked`
 
     def before_train(self):
         self.cleanup()
         if data_len(self.dl) is None: self.learn.dl = _Marked(self.dl, self.marks)
 
     def before_batch(self):
+        # samples of this rank that count
         self.n = 0 if self.repeated else batch_rows(self.learn)
-        self.own = 0
-        if self.at!=self.train_iter: # the first part of a batch
-            self.at = self.train_iter
+        self.batch_items = 0
+        if self.counted_iter!=self.train_iter: # the first part of a batch
+            self.counted_iter = self.train_iter
             last = self.marks.popleft() if self.marks else self.iter+1==self.n_iter
             n,last = self.runner.loop.step_totals(self.n, last)
             self.count += n
@@ -255,13 +257,13 @@ class GradientAccumulation(Callback):
     def before_backward(self):
         if self.runner.loop.weighs or loss_kind(self.learn)=='sum': return # the gradients of sums need no weights
         counted = loss_over(self.learn).kind=='items' or self.learn.items is not None
-        self.own = n_items(self.learn) if counted else self.n
-        self.learn.loss_grad = self.loss_grad*(self.own/self.n_acc)
+        self.batch_items = n_items(self.learn) if counted else self.n
+        self.learn.loss_grad = self.loss_grad*(self.batch_items/self.n_acc)
 
-    def after_cancel_backward(self): self.own = 0
+    def after_cancel_backward(self): self.batch_items = 0
     def after_backward(self):
-        self.items = self.items+self.own
-        self.own = 0
+        self.items = self.items+self.batch_items
+        self.batch_items = 0
         if not self.stepping or self.runner.loop.weighs: return
         if loss_kind(self.learn)=='sum': return
         self.runner.loop.note_items(self.items)
@@ -280,7 +282,7 @@ class GradientAccumulation(Callback):
         if self.count and self.opt is not None: self.opt.zero_grad()
         self.after_step()
         self.marks.clear()
-        self.at = None
+        self.counted_iter = None
 
 # %% ../../nbs/learner/06_techniques.ipynb #a033
 class _Marked(LoaderWrapper):
