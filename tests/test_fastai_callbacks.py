@@ -399,8 +399,12 @@ def test_lr_find(Ws, found):
     assert [o.name for W in (0,1,*Ws) for o in (found.path/f'finds/{W}').rglob('*')]==['models']*(len(Ws)+2)
 
 class FailsLate(Callback):
-    def after_batch(self):
-        if self.training and self.learn.iter==2 and group_rank()==1: raise self.what
+    at = 'after_batch'
+    def __call__(self, event):
+        if event==self.at and self.training and self.learn.iter==2 and group_rank()==1: raise self.what
+
+class CancelsStep(FailsLate): # the others add up losses meanwhile
+    at,what = 'before_step',CancelStepException
 
 def find_fails(W, rank, path):
     res = []
@@ -415,13 +419,17 @@ def find_fails(W, rank, path):
         except (KeyError,RuntimeError) as e: how = type(e).__name__
         else: how = 'ended'
         res.append((how, state(learn), start))
+    learn = make(W, rank, path=path/'fails', cbs=CancelsStep)
+    with quiet(learn), learn.distrib_ctx(seed=3, timeout_s=20): found = learn.lr_find(num_it=20, show_plot=False)
+    res.append((len(learn.recorder.losses), found[0], None))
     return res
 
 def test_lr_find_leaves_nothing_when_it_ends_early(found):
     ranks = found(find_fails, 2)
-    assert [[o[0] for o in r] for r in ranks]==[['ended','RankError'],['ended','KeyError']]
+    assert [[o[0] for o in r] for r in ranks]==[['ended','RankError',20],['ended','KeyError',20]]
+    assert ranks[0][2]==ranks[1][2]
     for r in ranks:
-        for got,first in zip(r, ranks[0]): close(got[1], first[2], 0)
+        for got,first in zip(r[:2], ranks[0]): close(got[1], first[2], 0)
     assert [o.name for o in (found.path/'fails').rglob('*')]==['models']
 
 class NeverBegins(Callback):

@@ -4,7 +4,7 @@ from torch import nn
 from torch.optim import SGD
 
 from harness import asking, close
-from helpers import weights
+from helpers import Raise, weights
 from learnerdist.all import *
 from learnerdist.learner.finder import valley
 
@@ -74,6 +74,19 @@ def test_lr_find(W, found):
     assert 20<len(one['fresh losses'])<100 # diverges: end_lr=100
     assert torch.equal(one['fresh weights'], plain_fit())
 
+def find_cancelled(W, rank, path):
+    res = []
+    for event,exc in (('before_step',CancelStepException),('after_batch',CancelFitException)):
+        learn = learner(cbs=Raise(event, exc, 1, 8))
+        with learn.distrib_ctx(seed=3, timeout_s=20): res.append(learn.lr_find(num_it=12, stop_div=False, show_plot=False).losses)
+    return res
+
+def test_a_rank_that_cancels_late_in_lr_find_waits_for_nobody(found):
+    "The others add up the losses of a batch then: they answer first"
+    for got in found(find_cancelled, 2):
+        close(got, found(find_cancelled, 2)[0], 0)
+        assert [*map(len, got)]==[12,9]
+
 def test_the_suggestion_is_fastais():
     theirs = pytest.importorskip('fastai.callback.schedule')
     for seed in range(8):
@@ -122,4 +135,4 @@ def test_predictions(W, found):
     one = alike(found, predicted, W)
     assert one['test'].shape==(7,4)
 
-found = asking(find, tuned, predicted)
+found = asking(find, find_cancelled, tuned, predicted)
