@@ -108,7 +108,7 @@ class PlacedLoader(LoaderWrapper):
 def _unit(dl):
     "Rows of the epoch's order (or batches, see `DistributedDL.unit`) in a batch of this rank; None if not known"
     d = getattr(dl, 'dealer', None)
-    return None if d is None or d.by_rank or dl.mixed else d.bs
+    return None if d is None or d.splits_itself or dl.mixed else d.bs
 
 def place_in_epoch(dl:PlacedLoader, i:int)->dict:
     """The place of a training loop after `i` batches of this epoch, as plain numbers, the same on every rank. `done`:

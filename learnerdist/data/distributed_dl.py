@@ -62,7 +62,7 @@ class Progress:
     "What has been read of an epoch: numbers that a loader's workers share with its process"
     def __init__(self):
         self.epoch = torch.tensor(0)
-        self.by_rank = torch.tensor(False) # Whether a stream has split itself
+        self.splits_itself = torch.tensor(False) # Whether a stream has split itself
         # For each worker: items over all ranks, once it has read them; before: -1
         self.n_read = torch.tensor([-1])
         # Of what is dealt: its first items; all items so far; all, at their end. Of a stream: the first sample of each
@@ -134,14 +134,14 @@ class Dealer:
     def __init__(self, deal:Deal, seed:int=0, sample_seeds:bool=False):
         need(isinstance(seed, int), 'need an integer, the same on every rank', seed=seed)
         self.deal,self.progress = deal,Progress()
-        self.hashes,self.by_rank = self.progress.hashes,self.progress.by_rank
+        self.hashes,self.splits_itself = self.progress.hashes,self.progress.splits_itself
         self.use()
         self.seed = seed
         # Whether samples and training batches draw from streams of their own
         self.sample_seeds = sample_seeds
         self.source = None                # What is dealt among ranks: a data set, a sampler or a stream
         self.items = None                 # This rank's share of it
-        self.streams = False              # Whether an iterable data set is dealt
+        self.is_stream = False            # Whether an iterable data set is dealt
         self.sizes = []                   # Of the batches that have been dealt, if batches are
         self.step_size = None             # Samples of the step that is computed now, where it has parts
         self.part_size = None             # And of the part
@@ -190,7 +190,7 @@ class Dealer:
         self.progress.share(num_workers)
         cls = _PlacedStream if saves_place(dataset) and not num_workers else _Stream
         self.source,self.items = dataset,cls(dataset, self, after)
-        self.streams = True
+        self.is_stream = True
         return self.items
     def samples(self, dataset, num_workers, after=()): # after: as in `stream`
         "The data set, whose samples draw from streams of their own; itself where nothing is drawn"
@@ -207,7 +207,7 @@ class Dealer:
         parts. chunks, base: as in `Deal.own_items`; at: position of the first item in the epoch, over all ranks"""
         deal,at_end = self.deal,self.progress.set_read
         at_end(-1)
-        if self.by_rank:
+        if self.splits_itself:
             need(not deal.n_parts, 'a stream that splits itself has no parts: leave max_bs out')
             return chain.from_iterable(chunks)
         skip = max(self.start-at, 0)
@@ -239,8 +239,8 @@ class Dealer:
     def compare(self, gather, name)->bool:
         """Whether the first samples of a stream show that it splits itself among ranks. It is not dealt then. Sync
         point"""
-        if self.by_rank or len({*gather(int(self.hashes[0]))})==1: return False
-        self.progress.by_rank.fill_(True)
+        if self.splits_itself or len({*gather(int(self.hashes[0]))})==1: return False
+        self.progress.splits_itself.fill_(True)
         text = f'{name} gives each rank another first sample: it is not split again'
         if not self.rank: warn('split-stream', text)
         return True
@@ -287,8 +287,8 @@ def check_count(d:Dealer, k:int, name:str):
     W = d.world_size
     total = data_len(d.source)
     seen = d.n_read+d.start # with those of an earlier run
-    if W==1 or d.items is None or d.by_rank: return
-    if d.streams:
+    if W==1 or d.items is None or d.splits_itself: return
+    if d.is_stream:
         few = total and 0<seen<=-(-total//W)<d.deal.dealt(total)
         if not few or d.workers>1 or d.n_parts: return
         found = f'rank {d.rank} has seen {seen} of the {total} samples of a {name}'
@@ -368,7 +368,7 @@ class _Stream(LoaderWrapper, IterableDataset):
     def _chunks(self, rng): return draw(self._inner, rng, self._dealer.world_size)
     def _item(self, o, i):
         d = self._dealer
-        if d.by_rank: i = i*d.world_size+d.rank
+        if d.splits_itself: i = i*d.world_size+d.rank
         if self._after is None and d.sample_seeds: d.seed_sample(i)
         if not self._after: return o
         own = d.generators(self._after)
@@ -662,7 +662,7 @@ class DistributedDL(LoaderWrapper):
         d,epoch = self.dealer,self.epoch
         first,d.n_skip = d.n_skip,0
         d.empty = set()
-        last,late = None,0
+        last,late = None,0 # the last good batch; how many have been read, and not yielded
         end = object()
         left_out = first if d.start else 0 # by the dealer, so that its numbers begin after them
         for k in count(first):
@@ -675,7 +675,7 @@ class DistributedDL(LoaderWrapper):
             yield from repeat(last, late)
             late = 0
         n = k-left_out
-        check_count(d, n, type(self.source.dataset if d.streams else self.source).__name__)
+        check_count(d, n, type(self.source.dataset if d.is_stream else self.source).__name__)
         if self.mixed and not (d.rank or self._warned_repeated) and d.hashes[0]==d.hashes[1]!=0:
             self._warned_repeated = True
             warn('repeated-stream', _repeated.format(d.workers))

@@ -289,7 +289,7 @@ def order_of(dl)->dict:
     """By name: hashes of the order from which a rank is dealt its share, of its first items and, once it has been read,
     of all. Nothing where all ranks compute it"""
     d = getattr(dl, 'dealer', None)
-    if d is None or d.streams: return {}
+    if d is None or d.is_stream: return {}
     named = {'first items': d.hashes[0].item(), 'whole order': d.hashes[2].item()}
     return filter_values(named, bool)
 

@@ -77,7 +77,7 @@ class Evaluation:
     def number(self, i)->int:
         "The number of this rank's batch `i` among those of all ranks"
         dealer = getattr(self.learn.dl, 'dealer', None)
-        if dealer is None or dealer.by_rank: return (group_rank()<<32)+i # split by the user: rank after rank
+        if dealer is None or dealer.splits_itself: return (group_rank()<<32)+i # split by the user: rank after rank
         if dealer.n_parts: # of a training loop: each part is a batch
             k,j = divmod(i, len(dealer.own_parts))
             return k*dealer.n_parts+dealer.own_parts[j]
@@ -87,7 +87,7 @@ class Evaluation:
     def _by_batch(self)->bool:
         "Whether ranks evaluate whole batches in turn"
         dealer = getattr(self.learn.dl, 'dealer', None)
-        return dealer is not None and dealer.unit=='batch' and not dealer.by_rank
+        return dealer is not None and dealer.unit=='batch' and not dealer.splits_itself
 
     def _can_check(self)->bool:
         "Whether ranks evaluate batches in turn by a model that a rank can call alone, and are to be checked"

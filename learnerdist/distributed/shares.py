@@ -58,7 +58,7 @@ class Share(DistributedDL):
 def step_rows(dl, i:int=0)->int:
     "The samples of all ranks in step `i` of an epoch of a training loader; None if not all ranks know it"
     d = getattr(dl, 'dealer', None)
-    if d is None or (d.pad,d.unit,d.streams)!=('batch','row',False) or not d.bs or has_own_order(dl): return None
+    if d is None or (d.pad,d.unit,d.is_stream)!=('batch','row',False) or not d.bs or has_own_order(dl): return None
     n = dl.n_total
     if n is None: return None
     if hasattr(dl, 'offset'): i -= dl.offset # the steps of a resumed epoch that the fit leaves out
