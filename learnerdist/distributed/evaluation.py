@@ -41,7 +41,7 @@ class Evaluation:
         self.lists = [] # (object, attribute, the number of each entry)
         self.terms = [] # `Terms` of the metrics' numbers
         self.fed = [] # metrics whose reduction is `Batches`
-        self.batches,self.of_batch = {},() # for these, and the names of what they read of the learner
+        self.batches,self.kept_attrs = {},() # for these, and the names of what they read of the learner
         # `StateWatch` of the first batch; names of what the model carries
         self.watch,self.carried = None,[]
 
@@ -105,7 +105,7 @@ class Evaluation:
             if not isinstance(red, Sums) or not wide: continue
             self.terms.append(Terms(red.obj, [k for k in red.names if _is_number(vars(red.obj).get(k))]))
         reads_inputs = any(getattr(m, 'with_input', False) for m in self.fed)
-        self.of_batch = _of_batch if reads_inputs else _of_batch[1:]
+        self.kept_attrs = _batch_attrs if reads_inputs else _batch_attrs[1:]
 
     def _number_entries(self):
         "Number the new entries of lists: that of the batch, and which of its entries it is: a metric may add several"
@@ -164,7 +164,7 @@ class Evaluation:
         "Keep this batch for metrics that take batches"
         learn = self.learn
         i = self.n_begun-1
-        saved = {k: to_cpu(to_detach(getattr(learn, k, None))) for k in self.of_batch}
+        saved = {k: to_cpu(to_detach(getattr(learn, k, None))) for k in self.kept_attrs}
         saved |= dict(items=vars(learn).get('items'), n_rows=batch_rows(learn), iter=self.number(i))
         self.batches[i] = saved
 
@@ -172,7 +172,7 @@ class Evaluation:
         "Reset metrics, and let them accumulate the batches of all ranks. Sync point"
         for m in self.fed: m.reset()
         with ExitStack() as stack:
-            for k in (*_of_batch,'items','n_rows','iter'): stack.callback(lend(self.learn, k, None))
+            for k in (*_batch_attrs,'items','n_rows','iter'): stack.callback(lend(self.learn, k, None))
             self.learn.xb = NoInputs()
             for i in range(max(gather_objects(max(self.batches, default=-1)))+1):
                 parts = [o for o in gather_objects(self.batches.pop(i, None)) if o is not None]
@@ -208,7 +208,7 @@ class Terms:
 
 def _is_number(o): return isinstance(o, (int,float)) or isinstance(o, Tensor) and o.numel()==1
 
-_of_batch = 'xb','yb','pred','loss'
+_batch_attrs = 'xb','yb','pred','loss'
 _carries = ('in evaluation the model carries {} from one batch to the next, which is that of another rank. '
             'Reset it before each batch, or call validate and get_preds after the context: each rank reads all then')
 

@@ -92,11 +92,12 @@ class Batches:
         "The parts of batch `i` of a loop that this process computes, one after the other: batches of the learner"
         yield b
     def step_totals(self, n, is_last)->tuple:
-        "Of a training batch of `n` samples: those of all who take part, and whether it is the last one of any"
+        """How many samples all who take part have in a training batch, of which this process has `n`; and whether it is
+        the last batch of any of them"""
         return n,is_last
     def accumulate(self, is_last, n_acc):
         "Hear whether the optimizer's step comes after the present batch. n_acc: samples of a step"
-    def check_second(self): "ValueError where a batch can have no further pass"
+    def check_second(self): "ValueError where a batch can have no further pass by `Learner.wrapper`"
     def note_items(self, items): "Hear the items of an accumulated step, whose gradients the callback scales itself"
     def defers(self, e, event)->bool:
         "Whether the exception waits for the end of the batch. e: a Cancel exception that a callback has raised"
@@ -267,7 +268,7 @@ class Learner:
         """What a callback calls for a further forward pass of a training batch (SAM): `model`, in a context in DDP or
         FSDP2. Gradients of a further pass count by the items of the ranks"""
         loop = self.runner.loop
-        if loop.model is None: loop.check_second() # else the call does
+        if loop.model is None: loop.check_second() # a wrapper does it when it is called
         return loop.model or self.model
     @property
     def repeated(self):

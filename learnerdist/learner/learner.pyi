@@ -59,13 +59,14 @@ class Batches:
         """The parts of batch `i` of a loop that this process computes, one after the other: batches of the learner"""
 
     def step_totals(self, n, is_last) -> tuple:
-        """Of a training batch of `n` samples: those of all who take part, and whether it is the last one of any"""
+        """How many samples all who take part have in a training batch, of which this process has `n`; and whether it is
+        the last batch of any of them"""
 
     def accumulate(self, is_last, n_acc):
         """Hear whether the optimizer's step comes after the present batch. n_acc: samples of a step"""
 
     def check_second(self):
-        """ValueError where a batch can have no further pass"""
+        """ValueError where a batch can have no further pass by `Learner.wrapper`"""
 
     def note_items(self, items):
         """Hear the items of an accumulated step, whose gradients the callback scales itself"""
