@@ -129,6 +129,35 @@ def test_a_handler_of_a_cancel_cancels_the_fit(found):
     close(second, [of_all,of_one], 0)
     for o in (of_all,of_one): assert [epoch for *_,epoch,_ in o[:3]]==[0]*3
 
+class Meets(Callback):
+    "In each training batch: a collective, or a loop that all ranks share"
+    def __init__(self, event, meet): setattr(self, event, lambda: meet(self.learn) if self.training else None)
+
+def fits_another(learn): # in a context of its own
+    other = make()
+    with other.distrib_ctx(seed=2): other.fit(1)
+
+meetings = dict(all_sum=lambda learn: all_sum(torch.ones(2)), objects=lambda learn: gather_objects(learn.iter),
+                grads=lambda learn: average_grads([nn.Parameter(torch.ones(2))]), barrier=lambda learn: distrib_barrier(),
+                validate=lambda learn: learn.validate(), fit=fits_another)
+
+def met():
+    "Rank 1 cancels after its backward pass, while the other one waits for it in a callback's collective"
+    cases = [(stop,meet,'all_sum') for stop in inner[4:] for meet in inner[4:]]
+    cases += [('after_backward','after_batch',k) for k in meetings]
+    res = []
+    for stop,meet,what in cases:
+        learn = make()
+        cbs = [Raise(stop, CancelFitException, 1, 1),Meets(meet, meetings[what])]
+        with learn.distrib_ctx(seed=1, timeout_s=20): learn.fit(1, cbs=cbs)
+        res.append((len(learn.recorder.losses),state(learn.model)))
+    return res
+
+def test_a_collective_answers_a_rank_that_has_cancelled_after_its_backward_pass(found):
+    for r in found(met, 2):
+        assert {n for n,_ in r}=={2}
+        close(r, found(met, 2)[0], 0)
+
 def test_validation_cancelled_on_one_of_three_ranks(of_three):
     results = of_three(valid_cases, 3)
     assert results[0]==results[1]==results[2]
@@ -264,7 +293,7 @@ def handlers(W, rank, path): return [widened(o) for o in (None,1)]
 def cancels_inside(W, rank, path): return [cancel_inside(*o) for o in insides]
 def ends_and_nans(W, rank, path): return rank_extreme(),cancels_before_a_forward_pass(),[with_a_nan(o) for o in (-1,1)]
 def leaves(W, rank, path): return [leaves_from_within(*o) for o in left]
-found = asking(alone=(handlers, cancels_inside, ends_and_nans, leaves))
+found = asking(alone=(handlers, met, cancels_inside, ends_and_nans, leaves))
 
 def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans(found):
     a,b = found(ends_and_nans, 2)

@@ -10,6 +10,7 @@ __all__ = ['rank_distrib', 'num_distrib', 'local_rank', 'default_device', 'RankE
 import gc,json,os,re,socket,sys,threading,time
 from collections import Counter
 from contextlib import contextmanager,suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -279,8 +280,12 @@ def _print_once(store, key, what):
     if store is None or store.compare_set(key, '', me).decode()==me:
         print(f'rank {me} waits for {what}', file=sys.stderr, flush=True)
 
+# What computes a training batch now, a `TrainingLoop`; None in evaluation and outside of batches
+running = ContextVar('running', default=None)
+
 class Waits:
-    "Prints on stderr what the main thread waits for, after some seconds"
+    """Prints on stderr what the main thread waits for, after some seconds. In a training batch ranks that have cancelled
+    are answered before a collective"""
     after_s = 5
     what = '' # The collective, or the vote, that it is in
     since = 0.
@@ -294,6 +299,7 @@ class Waits:
         if self.what or not is_main: # within another one, which goes on
             yield
             return
+        if loop := running.get(): loop.answer()
         if self.thread is None:
             self.thread = threading.Thread(target=self._watch, daemon=True, name='waits')
             self.thread.start()

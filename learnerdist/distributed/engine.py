@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from ..core.collectives import all_sum,broadcast_object,broadcast_tensors,gather_objects,gather_same
 from ..core.compat import BatchNorm
 from ..core.env import group_rank,group_size,group_timeout,next_phase
-from ..core.env import process_group
+from ..core.env import process_group,running
 from ..core.lending import lend,replaced
 from ..core.random import rng_state,seed_streams,set_rng_state
 from ..core.shards import all_params,is_sharded,on_meta
@@ -29,7 +29,7 @@ from ..data.dealing import factors
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import need_equal,options_of,same_data,same_fit,same_model,same_optimizer,shown
 from .loops import EvaluationLoop,Group,Loop,TrainingLoop,add_totals,cancelled_loop,source_of
-from .parts import Step,running,take_grads
+from .parts import Step,take_grads
 from .replica import Replica,broadcast_module
 from .self_check import SelfCheck
 from .sharded import Sharded
@@ -153,7 +153,8 @@ class Ballot:
     def vote(self, scope=None, yes=False, asks=Asks.no)->Outcome:
         "Cast a vote, see `Message`, and return the outcome. Sync point"
         save,stop = self.watcher.wishes() if self.watcher and not asks else (False,False)
-        return cast(self.links, Message(scope=scope, yes=yes, save=save, stop=stop, asks=asks), self.phase)
+        phase = Phase.late_cancel if asks else self.phase
+        return cast(self.links, Message(scope=scope, yes=yes, save=save, stop=stop, asks=asks), phase)
 
     def agree(self):
         "At the end of an event outside of batches: leave the loop if a rank has cancelled it. Sync point"
@@ -555,6 +556,7 @@ class Engine(Runner):
         "Context for a loop within another. If a rank leaves a scope around it, all do. Sync point then"
         outer = running.get()
         ballot = self.ballot
+        if outer: outer.answer()
         running.set(None)
         try:
             with replaced(self, loop=Loop(), group=Group()),replaced(ballot, phase=ballot.phase):

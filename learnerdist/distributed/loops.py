@@ -15,15 +15,15 @@ from torch import Tensor
 
 from ..core.collectives import all_sum,gather_alike,gather_rows
 from ..core.compat import tree_leaves
-from ..core.env import group_rank,group_size,waits,wide_dtype
+from ..core.env import group_rank,group_size,running,waits,wide_dtype
 from ..core.random import rng_state,set_rng_state
 from ..core.stacks import need
 from ..data.dealing import parts_in_use
 from .batchnorm import Synced
 from .evaluation import Evaluation
-from .parts import Part,PartStatistics,Step,Why,add_earlier,running,take_grads,tree_sum
+from .parts import Part,PartStatistics,Step,Why,add_earlier,take_grads,tree_sum
 from .shares import step_rows
-from .vote_links import Asks,Message,Outcome,Phase,loops,outcome,widest
+from .vote_links import Asks,Message,Outcome,Phase,cast,loops,outcome,widest
 from ..learner.callback import inner_events
 from ..learner.learner import Batches,get_model
 from ..learner.losses import loss_kind,loss_over,n_items,unweighted
@@ -583,6 +583,11 @@ class TrainingLoop(Loop):
         the end of its batch"""
         res = self.ballot.vote(scope, asks=phase)
         if res.all_ask: self._leave_as_one(res.scope)
+
+    def answer(self):
+        "Before a collective: a rank that has cancelled after its backward pass waits for this vote. Sync point then"
+        if self.links is not None and self.step is not None and self.step.is_over:
+            cast(self.links, Message(), Phase.collective)
 
     def _leave_as_one(self, scope):
         """All ranks leave `scope` in this batch; a backward pass is over already. torch's SyncBatchNorm saw nothing

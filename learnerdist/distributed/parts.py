@@ -6,7 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/distributed/03_parts.ipynb #pt003
-from contextvars import ContextVar
 from enum import Enum
 from math import nan
 from operator import add
@@ -126,9 +125,6 @@ class Part:
     def weight(self):
         "Its items that count in the gradient"
         return 0 if self.why else self.n
-
-# The `TrainingLoop` whose batch is computed; None in evaluation and outside of batches
-running = ContextVar('running', default=None)
 
 class Step:
     "The parts of a step that are this rank's, one after the other"

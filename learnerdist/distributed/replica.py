@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum,broadcast_tensors
 from ..core.compat import check_reduced,foreach_add,ignored_by_ddp,sync_buffers,tree_leaves
-from ..core.env import current_group,group_size
+from ..core.env import current_group,group_size,running
 from ..core.stacks import coded,need
 from .batchnorm import sync_batchnorm
 from .comparison import few
-from .parts import add_earlier,add_grads,begin_sum,running,sum_of_ranks,take_grads,tree_sum
+from .parts import add_earlier,add_grads,begin_sum,sum_of_ranks,take_grads,tree_sum
 from .vote_links import SocketLinks,nameless
 from ..learner.losses import batch_rows
 

@@ -88,7 +88,6 @@ class LRFinder(Callback):
         total = as_totals(self.learn, self.recorder.steps[-1:])[0,:2]
         adds_up = loss_over(self.learn).kind=='sum'
         if adds_up: total[0] = unweighted(total[0], total[1])
-        self.runner.anyone(False) # a vote, for which a rank waits that has cancelled after its backward pass
         loss,n = self.runner.total(total)
         if n: return (loss if adds_up else loss/n).item()
 

@@ -99,6 +99,7 @@ class Batches:
         "Hear whether the optimizer's step comes after the present batch. n_acc: samples of a step"
     def check_second(self): "ValueError where a batch can have no further pass by `Learner.wrapper`"
     def note_items(self, items): "Hear the items of an accumulated step, whose gradients the callback scales itself"
+    def answer(self): "Before ranks wait for one another in a batch. Sync point with several ranks"
     def defers(self, e, event)->bool:
         "Whether the exception waits for the end of the batch. e: a Cancel exception that a callback has raised"
         return False

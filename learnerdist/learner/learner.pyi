@@ -71,6 +71,9 @@ class Batches:
     def note_items(self, items):
         """Hear the items of an accumulated step, whose gradients the callback scales itself"""
 
+    def answer(self):
+        """Before ranks wait for one another in a batch. Sync point with several ranks"""
+
     def defers(self, e, event) -> bool:
         """Whether the exception waits for the end of the batch. e: a Cancel exception that a callback has raised"""
 

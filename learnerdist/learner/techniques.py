@@ -41,9 +41,9 @@ def with_grad(opt)->list:
     return [p for p in chain(*groups_of(opt)) if p.grad is not None]
 
 def meet_in_step(learn):
-    """Where ranks wait for one another with the gradients of a sharded model. One that has cancelled after its backward
-    pass waits for a vote of the others: here they cast it. Sync point then"""
-    if has_parts(get_model(learn.model)): learn.runner.anyone(False)
+    """Where ranks wait for one another with the gradients of a sharded model: one that has cancelled after its backward
+    pass is answered. Sync point then"""
+    if has_parts(get_model(learn.model)): learn.runner.loop.answer()
 
 def scale_grads(params, k):
     "Multiply the gradients that parts or batches have added up. params: some may have none; k: a number or a tensor ()"
