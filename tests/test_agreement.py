@@ -141,7 +141,7 @@ meetings = dict(all_sum=lambda learn: all_sum(torch.ones(2)), objects=lambda lea
                 grads=lambda learn: average_grads([nn.Parameter(torch.ones(2))]), barrier=lambda learn: distrib_barrier(),
                 validate=lambda learn: learn.validate(), fit=fits_another)
 
-def met():
+def met(W, rank, path):
     "Rank 1 cancels after its backward pass, while the other one waits for it in a callback's collective"
     cases = [(stop,meet,'all_sum') for stop in inner[4:] for meet in inner[4:]]
     cases += [('after_backward','after_batch',k) for k in meetings]

@@ -109,7 +109,7 @@ def broadcast_object(
 def gather_alike(t:Tensor)->list:
     "The tensors of all ranks, in rank order, on every rank. Collective. t: of the same shape and dtype on all"
     if group_size()<2: return [t]
-    return [o.to(t.device) for o in _gather(carried(t))]
+    with waits('an exchange'): return [o.to(t.device) for o in _gather(carried(t))]
 
 def _gather(t):
     "As `gather_alike`, of a tensor that the group carries: by gloo in log2(W) messages of each rank"

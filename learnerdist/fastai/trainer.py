@@ -219,7 +219,6 @@ class EpochLosses:
         self.steps.append(self.parts)
         self.parts = []
         if 'lr_finder' not in vars(learn): return
-        loop.answer()
         total,n,has_loss = total_losses(learn, as_totals(learn, self.steps[-1:]), 1)[0]
         if has_loss: learn.loss = (total/n).to(learn.loss)
 
