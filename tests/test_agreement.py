@@ -158,6 +158,29 @@ def test_a_collective_answers_a_rank_that_has_cancelled_after_its_backward_pass(
         assert {n for n,_ in r}=={2}
         close(r, found(met, 2)[0], 0)
 
+class Penalises(Callback):
+    def after_loss(self): self.learn.loss_grad = self.loss_grad+.5*self.model.weight.square().sum()
+
+def penalised(W, rank, path):
+    "A step of SGD with a sum and a penalty, where rank 1 cancels its batch"
+    res = []
+    for event in inner[:4]:
+        learn = of_sum()
+        cbs = [Penalises,Raise(event, CancelBatchException, 1),Raise('before_batch', CancelFitException, at=1)]
+        with learn.distrib_ctx(seed=1, checks=False), learn.no_logging(): learn.fit(1, cbs=cbs)
+        res.append(learn.model.weight.detach())
+    return res
+
+def linear(): return nn.Linear(4, 2, bias=False).to(torch.float64)
+def of_sum(): return scenes.make(scene(model=linear, n=N, bs=BS, lr=.01, opt=torch.optim.SGD, loss=nn.MSELoss(reduction='sum')))
+
+def test_a_penalty_beside_a_sum_counts_once_where_one_rank_cancels(found):
+    learn = of_sum()
+    w,rows = learn.model.weight,epoch_order(N, 0, 1, shuffle=True)[:2*BS:2]
+    x,y = (torch.stack(o) for o in zip(*[learn.dls.train.dataset[i] for i in rows]))
+    ((x@w.T-y).square().sum()+.5*w.square().sum()).backward()
+    for r in found(penalised, 2): close(r, [w.detach()-.01*w.grad]*4, 1e-12)
+
 def test_validation_cancelled_on_one_of_three_ranks(of_three):
     results = of_three(valid_cases, 3)
     assert results[0]==results[1]==results[2]
@@ -293,7 +316,7 @@ def handlers(W, rank, path): return [widened(o) for o in (None,1)]
 def cancels_inside(W, rank, path): return [cancel_inside(*o) for o in insides]
 def ends_and_nans(W, rank, path): return rank_extreme(),cancels_before_a_forward_pass(),[with_a_nan(o) for o in (-1,1)]
 def leaves(W, rank, path): return [leaves_from_within(*o) for o in left]
-found = asking(alone=(handlers, met, cancels_inside, ends_and_nans, leaves))
+found = asking(alone=(handlers, met, penalised, cancels_inside, ends_and_nans, leaves))
 
 def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans(found):
     a,b = found(ends_and_nans, 2)

@@ -34,13 +34,12 @@ class Kind(ABC):
     """How the gradients of parts add up, for a kind of loss. How its values do is `add_totals`; what a part counts is
     `MeanOver`"""
     corrects = False # Whether gradients are multiplied by c/N at the end of a step
-    def begin(self, loss, part:Part, n_parts:int)->Tensor:
-        "The loss of a part, to which callbacks may add something. n_parts: of all ranks"
-        return loss
+    def begin(self, loss, part:Part, n_parts:int): # noqa: B027
+        "Before callbacks add something to the loss of a part. n_parts: of all ranks"
     @abstractmethod
     def weigh(self, loss, part:Part, n_parts:int, k:float)->Tensor:
-        """The loss whose gradients add up over parts. loss: as of `begin`, with what callbacks have added; k: by what
-        the exchange divides, over c"""
+        """The loss whose gradients add up over parts. loss: of the part, with what callbacks have added; k: by what the
+        exchange divides, over c"""
     @abstractmethod
     def weight_of_second(self, part, divisor, items):
         "By what the gradient of another backward pass is multiplied. divisor: by what the exchange divides"
@@ -60,14 +59,16 @@ class Mean(Kind):
 
 class Sum(Kind):
     "A sum over samples; what callbacks add to it counts once a step, also in a part that counts for nothing"
-    def begin(self, loss, part, n_parts): return loss*(0 if part.why else n_parts)
+    def begin(self, loss, part, n_parts):
+        # in the backward pass, since callbacks may still cancel the part
+        if loss.requires_grad: loss.register_hook(lambda g: g*(0 if part.why else n_parts))
     def weigh(self, loss, part, n_parts, k): return loss*(k/n_parts)
     def weight_of_second(self, part, divisor, items): return divisor
 
 # %% ../../nbs/distributed/09_loops.ipynb #9b0cdfb7b
 class Whole(Kind):
     "A loss that each rank computes from the rows of all"
-    def weigh(self, loss, part, n_parts, k): return loss
+    def weigh(self, loss, part, n_parts, k): return loss*0 if part.is_cancelled else loss
     def weight_of_second(self, part, divisor, items): return None
 
 _kinds = dict(sum=Sum(), whole=Whole()) # by the name of a `MeanOver`; all others are means
@@ -395,7 +396,7 @@ class TrainingLoop(Loop):
         "Before its forward pass, after other callbacks: the self-check, once a fit. Sync point then"
         check = self.engine.self_check
         if not check.due or not self.learn.yb or self.step.i: return
-        check(cancelled=self.part.why not in (None,Why.repeats))
+        check(cancelled=self.part.is_cancelled)
 
     def note_loss(self):
         "After the loss, before callbacks change it or the targets"
@@ -406,7 +407,7 @@ class TrainingLoop(Loop):
         part.over = loss_over(learn)
         part.kind = kind_of(part.over)
         if part.kind.corrects: part.n = n_items(learn, part.over)
-        learn.loss_grad = part.kind.begin(learn.loss_grad, part, self.step.n_parts)
+        part.kind.begin(learn.loss_grad, part, self.step.n_parts)
 
     def _weigh(self, part):
         "Multiply the loss of a part by its weight, with what callbacks have added, see `Kind`"
@@ -427,7 +428,7 @@ class TrainingLoop(Loop):
         n = part.n if self.learn.items is None else self.learn.items
         on_device = isinstance(n, Tensor) and n.device.type!='cpu'
         part.n = self.learn.items = self._guarded(n) if on_device else float(n)
-        return part.why in (None,Why.repeats) and (on_device or part.n!=0)
+        return not part.is_cancelled and (on_device or part.n!=0)
 
     def _guarded(self, n):
         """Items that a loss counts on a device, where they stay, so that nobody waits for it; no NaN flows back if
@@ -442,8 +443,7 @@ class TrainingLoop(Loop):
         step,learn = self.step,self.learn
         if not self.weighs: return
         if learn.yb: self._weigh(self.part)
-        if self.part.why in (Why.cancelled,Why.dropped):
-            learn.loss_grad = learn.loss_grad*0
+        if self.part.is_cancelled: # and may have given a NaN
             step.handles = [p.register_hook(_finite) for p in self.engine.all_params() if p.requires_grad]
         if not step.is_last: return
         if self.replica: self.replica.begin_last(learn.loss_grad, step.grads.pending if step.grads else ())

@@ -122,6 +122,10 @@ class Part:
         self.number,self.why = number,why # among those of all ranks; `Why`, or None if it counts
 
     @property
+    def is_cancelled(self)->bool:
+        "Whether a callback has cancelled it before its backward pass"
+        return self.why in (Why.cancelled,Why.dropped)
+    @property
     def weight(self):
         "Its items that count in the gradient"
         return 0 if self.why else self.n
