@@ -19,7 +19,7 @@ from ..learner.finder import finder_skips
 from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
 from ..core.env import count,group_rank,group_size,is_rank0
 from ..core.files import shrinks
-from ..core.random import seed_streams
+from ..core.random import Moment,seed_streams
 from ..core.remote import Remote,as_path
 from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_position,split_rows
 from ..core.stacks import need,preempted_status,warn
@@ -30,7 +30,7 @@ from ..learner.losses import loss_over
 from ..learner.techniques import callbacks_of,trained_weights
 from .callback_state import check_model,check_run,config_changes,load_states
 from .callback_state import horizons,rebuild_buckets,state_of_rank,states_of,unpacked
-from .position import PlacedLoader,end,go_back,place_in_epoch,set_streams,streams_now,validation
+from .position import PlacedLoader,go_back,place_in_epoch,set_streams,streams_now
 from .snapshot import Found,Writers,on_cpu,to_plain
 from .where import Files,open_memory
 
@@ -443,7 +443,7 @@ class Checkpoint(Callback):
             self.arrive()
             self.phase = 'trained'
         if self.phase!='trained': return # a loop within another
-        self.state.seed_moment(validation, self.epoch)
+        self.state.seed_moment(Moment.before_validation, self.epoch)
         self.phase,self.captured = 'validate',self.state.capture('validate')
         self.commit('validate')
     def after_validate(self):
@@ -460,7 +460,7 @@ class Checkpoint(Callback):
             self.memory.wait()
             distrib_barrier() # until all have it
         if self.memory and 'files' in self.when.plan: self.memory.forget()
-        self.state.seed_moment(end, self.n_epoch)
+        self.state.seed_moment(Moment.after_fit, self.n_epoch)
         self.learn.fits_done = getattr(self.learn, 'fits_done', 0)+1
         self.n_fits += 1
 

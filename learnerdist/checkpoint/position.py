@@ -18,10 +18,6 @@ from ..core.stacks import warn
 from ..data.distributed_dl import has_state,saves_place
 from ..data.loaders import LoaderWrapper,batch_shape,data_len
 
-# %% ../../nbs/checkpoint/01_position.ipynb #c005
-# Moments: no batch has these numbers, and samples have -1
-validation,end = -3,-4
-
 # %% ../../nbs/checkpoint/01_position.ipynb #strm4
 def _state(g):
     if hasattr(g, 'bit_generator'): return g.bit_generator.state

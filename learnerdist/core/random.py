@@ -8,6 +8,7 @@ __all__ = ['set_seed']
 # %% ../../nbs/core/04_random.ipynb #c002
 import random,sys
 from contextlib import contextmanager
+from enum import IntEnum
 from functools import cache,partial
 from itertools import islice
 from types import BuiltinMethodType,CellType,FunctionType,MethodType,ModuleType,SimpleNamespace
@@ -252,6 +253,18 @@ class shared_rng:
         self.outer = self._swap(self.inner)
         return self
     def __exit__(self, *exc): self.inner = self._swap(self.outer)
+
+# %% ../../nbs/core/04_random.ipynb #mom02
+class Moment(IntEnum):
+    "Of an epoch: a number by which streams are seeded, where steps and samples have theirs from 0"
+    before_validation = -3 # Of a fit with a `Checkpoint`
+    after_fit = -4         # The same
+    collated = -5          # A batch of samples, or a part
+    valid_read = -6        # A batch of a validation loader
+    after_training = -7
+    before_evaluation = -8
+    before_epoch = -9
+    valid_batch = -10      # When it is computed
 
 # %% ../../nbs/core/04_random.ipynb #c020
 def draw(items, rng:shared_rng, chunk:int=1, first:int=1):

@@ -17,7 +17,7 @@ from ..core.compat import no_iterator,tree_leaves
 from .loaders import Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len
 from .loaders import is_shuffled, one_batch, pipe, read_loader
 from ..core.random import Generators,draw,map_seeded,mix_seed,no_generators,rng_state
-from ..core.random import same_streams,seed_streams,set_rng_state,shared_rng
+from ..core.random import Moment,same_streams,seed_streams,set_rng_state,shared_rng
 from ..core.stacks import need,warn
 from .dealing import Deal, epoch_order
 from .datasets import as_it_is, at_once, columns_of
@@ -269,7 +269,7 @@ class Dealer:
         """Iterator over batches of an evaluation: what is drawn while one is read, as by a batch transform, follows
         from its number. first, step: the numbers are `first`, `first+step`, …"""
         for k in count(first, step):
-            if self.sample_seeds: seed_streams(self.seed, self.epoch, k, _evaluating)
+            if self.sample_seeds: seed_streams(self.seed, self.epoch, k, Moment.valid_read)
             b = [*islice(batches, 1)]
             if not b: return
             yield b[0]
@@ -471,12 +471,9 @@ def collate_parts(func, dealer, step)->list:
     res = [n]
     for v,items in zip(dealer.own_parts, parts):
         draws = dealer.sample_seeds and func not in (default_collate,as_it_is)
-        if draws: seed_streams(dealer.seed, dealer.epoch, k, v, _collating)
+        if draws: seed_streams(dealer.seed, dealer.epoch, k, v, Moment.collated)
         res.append(func(items))
     return res
-
-# among the numbers by which streams are seeded: draws in the loop have other ones
-_collating,_evaluating = -5,-6
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #prt012
 @singledispatch

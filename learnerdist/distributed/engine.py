@@ -20,7 +20,7 @@ from ..core.compat import BatchNorm
 from ..core.env import group_rank,group_size,group_timeout,next_phase
 from ..core.env import process_group,running
 from ..core.lending import lend,replaced
-from ..core.random import rng_state,seed_streams,set_rng_state
+from ..core.random import Moment,rng_state,seed_streams,set_rng_state
 from ..core.shards import all_params,is_sharded,on_meta
 from ..core.stacks import frames_of,need,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
@@ -28,7 +28,7 @@ from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_d
 from ..data.dealing import factors
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import need_equal,options_of,same_data,same_fit,same_model,same_optimizer,shown
-from .loops import EvaluationLoop,Group,Loop,TrainingLoop,add_totals,cancelled_loop,source_of
+from .loops import EvaluationLoop,Accumulation,Loop,TrainingLoop,add_totals,cancelled_loop,source_of
 from .parts import Step,take_grads
 from .replica import Replica,broadcast_module
 from .self_check import SelfCheck
@@ -145,7 +145,7 @@ class Ballot:
     def __init__(self, cancels): # the learner's exceptions, by scope
         self.cancels = cancels
         self.links = None # To the other ranks; None with one process
-        self.phase = Phase.vote # Where this rank is
+        self.phase = Phase.opening # Where this rank is
         self.agreed = None # The scope that all ranks leave, until they hear of it in `after_cancel_…`
         # The Checkpoint, which adds requests to save and stop to each vote, and receives the result
         self.watcher = None
@@ -182,7 +182,7 @@ class Ballot:
         raise ValueError(f'{where}, where ranks wait. Raise it in an event of a callback, such as after_pred')
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng15
-class Steps(LoaderWrapper):
+class Lockstep(LoaderWrapper):
     "A rank's share of a loader, whose loop ends at the same step on all ranks"
     def __init__(self, dl, engine):
         self.dl,self.engine = dl,engine
@@ -234,8 +234,9 @@ class Steps(LoaderWrapper):
 # %% ../../nbs/distributed/10_engine.ipynb #amp02
 def autocast_of(learn):
     "The context in which a learner's forward passes run, outside of its events"
-    cast = getattr(getattr(learn, 'mixed_precision', None), 'autocast', nullcontext)
-    return cast if hasattr(cast, '__enter__') and not isinstance(cast, type) else cast() # fastai keeps a context
+    found = getattr(getattr(learn, 'mixed_precision', None), 'autocast', nullcontext)
+    is_context = hasattr(found, '__enter__') and not isinstance(found, type) # of fastai's
+    return found if is_context else found()
 
 # %% ../../nbs/distributed/10_engine.ipynb #oom03
 def runs_out(engine, dl):
@@ -283,10 +284,10 @@ class Engine(Runner):
         self.sharded = None # `Sharded`, for a model that is spread over the ranks
         self.replica = None # Within a fit: what is called in place of the model, `Replica` or `Sharded`
         self.loop = Loop() # The present one
-        self.group = Group() # Of the last training loop
+        self.accumulation = Accumulation() # Of the last training loop
         self.tracked = [] # See `track`
-        # Whether parts are as large as `max_bs` says, and not a rank's whole batch; their samples, at most
-        self.by_parts,self.max_bs = False,None
+        self.by_parts = bool(opts.max_bs) # Whether parts are as large as that says, and not a rank's whole batch
+        self.max_bs = None if opts.max_bs=='auto' else opts.max_bs # Their samples, at most
 
     seed = property(lambda self: self.context.seed, doc="Of shuffling and of all draws")
     epochs_before = property(lambda self: self.loaders.epochs_before, doc="Epochs of earlier fits in this context")
@@ -308,8 +309,6 @@ class Engine(Runner):
             self.learn = learn
             ctx.join()
             cbs = [cb for f in context_callbacks for cb in f(self)]
-            self.by_parts = bool(opts.max_bs)
-            self.max_bs = None if opts.max_bs=='auto' else opts.max_bs
             # before the links, so that these are closed first: that frees ranks which still wait
             ctx.stack.callback(lambda: self.sharded and self.sharded.restore())
             self.ballot.links = ctx.stack.enter_context(open_links(group_timeout()))
@@ -391,7 +390,7 @@ class Engine(Runner):
         "Set the order of the epoch, and the random streams that all ranks share outside of batches"
         self.ballot.phase = Phase.before_epoch
         self.loaders.begin_epoch()
-        self.seed_streams(_before)
+        self.seed_streams(Moment.before_epoch)
 
     def seed_streams(self, *moment:int):
         "Seed the random streams for a moment of this epoch, alike at any number of ranks"
@@ -404,7 +403,7 @@ class Engine(Runner):
         self.loop = TrainingLoop(self)
         model = get_model(self.learn.model)
         if self.by_parts and any(isinstance(m, BatchNorm) and m.training for m in model.modules()):
-            self.findings('batchnorm-parts', _by_parts, 'parts')
+            self.findings('batchnorm-parts', _norms_of_parts, 'parts')
 
     def _replicated(self):
         "What the training loops of this fit call in place of the model; None with one process"
@@ -449,7 +448,7 @@ class Engine(Runner):
 
     def _open_loop(self):
         self.ballot.agree()
-        self.learn.dl = Steps(self.learn.dl, self)
+        self.learn.dl = Lockstep(self.learn.dl, self)
 
     # --- the vote between two batches ---
 
@@ -500,7 +499,7 @@ class Engine(Runner):
         self.loop = Loop()
         self.loop.evaluation,self.loop.n_steps = loop.evaluation,loop.n_steps
         self.loop.repeated = loop.repeated # the recorder may still enter the last step
-        self.seed_streams(_between)
+        self.seed_streams(Moment.after_training)
         if self.links: self._compare_weights(loop.n_steps)
         broadcast_tensors(get_model(self.learn.model).buffers())
         return True
@@ -559,7 +558,7 @@ class Engine(Runner):
         if outer: outer.answer()
         running.set(None)
         try:
-            with replaced(self, loop=Loop(), group=Group()),replaced(ballot, phase=ballot.phase):
+            with replaced(self, loop=Loop(), accumulation=Accumulation()),replaced(ballot, phase=ballot.phase):
                 try: yield
                 except tuple(ballot.cancels.values()) as e:
                     scope = ballot.scope_of(e)
@@ -578,10 +577,8 @@ class Engine(Runner):
         model = get_model(self.replica.model if self.replica else self.learn.model)
         return all_params(model, self.learn.opt)
 
-# Moments outside of batches, as random streams are seeded by them
-_before,_between = -6,-7
 _after = {k: getattr(Phase, f'after_{k}') for k in ('train','validate','epoch')} | dict(fit=Phase.before_fit)
-_by_parts = ('the statistics of BatchNorm layers are those of a part of a step: they depend on max_bs. Running '
+_norms_of_parts = ('the statistics of BatchNorm layers are those of a part of a step: they depend on max_bs. Running '
              'statistics are the mean over parts')
 _smaller = 'memory has run out in larger parts: parts have {} samples at most'
 _max_norm = ('{} has max_norm, which shortens on each rank the rows that this rank looks up: leave max_norm out, and '

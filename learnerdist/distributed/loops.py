@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.collectives import all_sum,gather_alike,gather_rows
 from ..core.compat import tree_leaves
 from ..core.env import group_rank,group_size,running,waits,wide_dtype
-from ..core.random import rng_state,set_rng_state
+from ..core.random import Moment,rng_state,set_rng_state
 from ..core.stacks import need
 from ..data.dealing import parts_in_use
 from .batchnorm import Synced
@@ -25,7 +25,7 @@ from .parts import Part,PartStatistics,Step,Why,add_earlier,take_grads,tree_sum
 from .shares import step_rows
 from .vote_links import Asks,Message,Outcome,Phase,cast,loops,outcome,widest
 from ..learner.callback import inner_events
-from ..learner.learner import Batches,get_model
+from ..learner.learner import LocalLoop,get_model
 from ..learner.losses import loss_kind,loss_over,n_items,unweighted
 from ..learner.techniques import scale_grads
 
@@ -124,12 +124,13 @@ def gather_with_grad(
     return _Gather.apply(t if counts else t[:0])
 
 # %% ../../nbs/distributed/09_loops.ipynb #eng06
-class Group:
+class Accumulation:
     "The batches of a step of the optimizer, if a callback accumulates"
     def __init__(self):
         self.is_last = True # Whether the step comes after the present batch
         self.begun = False # Whether there were batches before
-        self.n = 0 # Items in those before: of all ranks, if their gradients have travelled, else of this rank
+        # Items in those before: of all ranks with `max_bs`, where the gradients of each batch travel; else of this rank
+        self.n = 0
 
 class Source(NamedTuple):
     "What a training loop reads"
@@ -152,7 +153,8 @@ def source_of(dl)->Source:
     return Source(dl, dealer, known, full, dealer.n_parts or W, reads_parts, dealer.pad=='batch' and not reads_parts)
 
 # %% ../../nbs/distributed/09_loops.ipynb #eng19
-events_before_backward = inner_events[:4]
+events_before_loss = 'before_batch','after_pred'
+events_before_backward = *events_before_loss,'after_loss','before_backward'
 
 _asks_in = dict.fromkeys(('after_cancel_step','after_step'), Asks.after_step)
 
@@ -163,7 +165,7 @@ _of_part = 'after_backward','after_batch' # late events that each part has
 def may_cancel(scope, event)->bool:
     "Whether a callback may cancel `scope` in an event of a training batch"
     if scope in ('train','epoch','fit'): return event in inner_events
-    if scope=='batch': return event in inner_events[:-2]
+    if scope=='batch': return event in inner_events and event not in ('after_cancel_batch','after_batch')
     return event==dict(step='before_step', backward='before_backward').get(scope)
 
 def cancelled_loop(step:Step)->str:
@@ -175,7 +177,7 @@ def _finite(grad): return None if grad is None else grad.nan_to_num(0., 0., 0.)
 def _where(n, grad): return None if grad is None else grad.where(n!=0, 0.)
 
 # %% ../../nbs/distributed/09_loops.ipynb #lo010
-class Loop(Batches):
+class Loop(LocalLoop):
     """A loop of a learner over batches. Its methods are the events of a batch, as the learner's adapter calls them.
     This one is also what is there outside of loops"""
     training = False
@@ -194,7 +196,7 @@ class Loop(Batches):
     def note_loss(self): "After the loss, before callbacks change it or the targets"
     def begin_backward(self): "Before the backward pass of a part, after other callbacks"
     def end_backward(self): "After the backward pass of a part, before other callbacks"
-    def settle(self): "After the backward pass of a part, after other callbacks"
+    def leave_if_cancelled(self): "After the backward pass of a part, after other callbacks"
     def end_batch(self):
         "After a batch, before other callbacks"
         if self.evaluation: self.evaluation.end_batch()
@@ -210,14 +212,14 @@ class EvaluationLoop(Loop):
     def __init__(self, engine):
         super().__init__(engine)
         self.evaluation,self.streams = Evaluation(engine),rng_state() # streams: they go on there after the loop
-        engine.seed_streams(_evaluates)
+        engine.seed_streams(Moment.before_evaluation)
 
     def parts(self, i:int, b):
         "The batch itself, as that of one process"
         e = self.engine
         if e.sharded: e.sharded.begin_batch()
         e.ballot.phase = Phase.valid_batch
-        e.seed_streams(self.evaluation.number(i), _valid)
+        e.seed_streams(self.evaluation.number(i), Moment.valid_batch)
         yield b
 
     def check_batch(self):
@@ -240,9 +242,6 @@ class EvaluationLoop(Loop):
         self.evaluation.put_together()
         set_rng_state(self.streams)
 
-# Moments outside of training batches, as random streams are seeded by them
-_evaluates,_valid = -8,-3
-
 # %% ../../nbs/distributed/09_loops.ipynb #lo015
 class TrainingLoop(Loop):
     "A loop that trains: what its parts count, how gradients add up, what ranks cancel"
@@ -258,26 +257,26 @@ class TrainingLoop(Loop):
         self.weighs = self.by_parts or self.links is not None
         self.divisor = self.replica.divisor if self.replica else 1 # By what an exchange divides the sum
         self.more_parts = False # Whether other parts of this batch follow
-        self.newest = None # The present part, or the last one
+        self.last_part = None # The present part, or the last one
         self.source = None # `Source`, once the loop is opened
-        self.group = Group()
+        self.accumulation = Accumulation()
         self.scale = 1. # By which the losses of this step are divided, see `Kind`
-        self.last = None # A batch of the step before, if a step has several parts
+        self.last_batch = None # A batch of the step before, if a step has several parts
 
     def open(self, source:Source):
         "Before its first batch. Gradients that the loop before has left, since a callback accumulates, go on here"
-        self.source,left = source,self.engine.group
-        if left.begun and any([p.grad is not None for p in self.engine.all_params()]): self.group = left
-        self.group.is_last,self.engine.group = True,self.group
+        self.source,left = source,self.engine.accumulation
+        if left.begun and any([p.grad is not None for p in self.engine.all_params()]): self.accumulation = left
+        self.accumulation.is_last,self.engine.accumulation = True,self.accumulation
 
     @property
     def more(self)->bool:
         "Whether other parts, or other batches of an accumulation, come before the optimizer's step"
-        return self.more_parts or self.weighs and self.part is not None and not self.group.is_last
+        return self.more_parts or self.weighs and self.part is not None and not self.accumulation.is_last
     @property
     def repeated(self)->bool:
         "Whether the present part, or the last one, is not recorded"
-        return self.newest is not None and self.newest.why not in (None,Why.dropped)
+        return self.last_part is not None and self.last_part.why not in (None,Why.dropped)
 
     # --- a step and its parts ---
 
@@ -301,7 +300,7 @@ class TrainingLoop(Loop):
         # any number that all ranks know will do; with the samples of this step there is mostly nothing to correct
         self.scale = float(n or self.source.full)
         # what a callback accumulates in its own way has its scale already; with `max_bs` ranks have added up a group's
-        if self.by_parts or self.weighs and self.replica is not None and not self.group.begun: self._set_aside(step)
+        if self.by_parts or self.weighs and self.replica is not None and not self.accumulation.begun: self._keep_earlier(step)
         return step,batches
 
     def _only_part(self, i, b)->tuple:
@@ -322,24 +321,24 @@ class TrainingLoop(Loop):
         parts = [Part(v, Why.repeats if v>=used else None) for v in dealer.own_parts]
         return parts,self._without_bad(parts, batches),n
 
-    def _set_aside(self, step):
+    def _keep_earlier(self, step):
         "Keep gradients of batches before, since a callback accumulates, until the end of the step"
         params = self.params()
         if any([p.grad is not None for p in params]): step.kept = {p: g.clone() for p,g in take_grads(params).items()}
 
-    def _put_back(self, step):
-        "Add what `_set_aside` has kept to the gradients"
+    def _add_kept(self, step):
+        "Add what `_keep_earlier` has kept to the gradients"
         add_earlier(self.params(), [step.kept])
         step.kept = {}
 
     def _without_bad(self, parts, batches)->list:
         """The batches of a step; a part for which collation has returned None, as all its samples are bad, repeats
         another one"""
-        good = next((o for o in batches if o is not None), self.last)
+        good = next((o for o in batches if o is not None), self.last_batch)
         need(good is not None, 'all samples of the first batch are bad: the collate function returns None')
         for part,b in zip(parts, batches):
             if b is None: part.why = Why.repeats
-        self.last = good
+        self.last_batch = good
         return [good if o is None else o for o in batches]
 
     def _is_repeat(self, i):
@@ -351,7 +350,7 @@ class TrainingLoop(Loop):
         "Begin part `step.i` of the step; returns its batch"
         source = self.source
         part = step.parts[step.i]
-        self.part = self.newest = part
+        self.part = self.last_part = part
         self.learn.items = None
         step.is_last = step.i==len(step.parts)-1
         self.more_parts = not step.is_last
@@ -360,7 +359,7 @@ class TrainingLoop(Loop):
             source.dealer.part_size = source.dealer.size_of_part(part.number)
             b = source.dl.after_part(b)
         if step.statistics: step.statistics.begin_part()
-        if self.replica: self.replica.set_exchange(step.is_last and (self.by_parts or self.group.is_last))
+        if self.replica: self.replica.set_exchange(step.is_last and (self.by_parts or self.accumulation.is_last))
         return b
 
     def params(self)->list:
@@ -371,13 +370,13 @@ class TrainingLoop(Loop):
 
     def accumulate(self, is_last:bool, n_acc:int):
         "Say whether the optimizer's step comes after the present batch. n_acc: samples of a step"
-        self.group.is_last = is_last
+        self.accumulation.is_last = is_last
         self.scale = float(n_acc)
         if self.replica and not self.by_parts: self.replica.set_exchange(is_last)
 
     def note_items(self, items):
         "Hear the items of an accumulated step of one process, whose gradients the callback scales itself"
-        self.step.items = items
+        self.step.all_items = items
 
     def step_totals(self, n, is_last)->tuple:
         """Of a training batch: its samples over all ranks, and whether it is the last one on any. n, is_last: of this
@@ -447,10 +446,10 @@ class TrainingLoop(Loop):
             step.handles = [p.register_hook(_finite) for p in self.engine.all_params() if p.requires_grad]
         if not step.is_last: return
         if self.replica: self.replica.begin_last(learn.loss_grad, step.grads.pending if step.grads else ())
-        step.sends = self.links is not None and (self.by_parts or self.group.is_last)
+        step.sends = self.links is not None and (self.by_parts or self.accumulation.is_last)
         own = self.part.weight
         if len(step.parts)>1: own = step.weights()
-        step.total = own if self.by_parts else self.group.n+own
+        step.own_items = own if self.by_parts else self.accumulation.n+own
         if step.sends: self.links.post(step.message().row(), self.replica is not None and self.replica.meets)
 
     def end_backward(self):
@@ -471,20 +470,18 @@ class TrainingLoop(Loop):
 
     def _end_step(self, step):
         "After the last backward pass of a step: what all ranks say of it. Sync point"
-        group = self.group
+        group = self.accumulation
         res = self._outcome(step)
         if step.statistics: step.statistics.end_step(res.changed)
-        if not res.counts: step.scope = res.scope or 'batch' # all samples of all ranks are bad
-        ends = group.is_last and step.scope in (None,'backward') # else the optimizer does not step
-        if group.begun: self._put_back(step) # of the same group: all get their scale together
-        n = step.total
-        if (self.part.kind or kind_of(loss_over(self.learn))).corrects:
-            if self.by_parts or ends: items = self._all_items(step, res)
-            if self.by_parts: n = items
-            if ends: self._correct(step, items)
-        step.is_over,step.ends_group = True,group.begun
-        if step.scope is not None: self._clear_step()
-        if step.kept: self._put_back(step)
+        if not res.counts: step.cancelled_by_all = res.scope or 'batch' # all samples of all ranks are bad
+        ends = group.is_last and step.cancelled_by_all in (None,'backward') # else the optimizer does not step
+        if group.begun: self._add_kept(step) # of the same group: all get their scale together
+        corrects = (self.part.kind or kind_of(loss_over(self.learn))).corrects
+        n = self._all_items(step, res) if corrects and (self.by_parts or ends) else step.own_items
+        if corrects and ends: self._correct(step, n)
+        step.is_over,step.ends_accumulation = True,group.begun
+        if step.cancelled_by_all is not None: self._clear_step()
+        if step.kept: self._add_kept(step) # else those of a callback's own accumulation, which have their scale
         group.n = 0 if ends else n
         group.begun = not group.is_last or group.begun and not ends
 
@@ -497,7 +494,7 @@ class TrainingLoop(Loop):
 
     def _correct(self, step, items):
         "Let gradients be those of the mean over the items of all ranks"
-        step.items = items
+        step.all_items = items
         if not isinstance(items, Tensor) and items in (0,self.scale): return
         k = self.scale/items
         if isinstance(k, Tensor): k = k.nan_to_num(posinf=1.) # no items
@@ -505,19 +502,22 @@ class TrainingLoop(Loop):
 
     def _all_items(self, step, res):
         "The items of all ranks. Sync point where a device of any rank counts them"
-        before = self.group.n if self.by_parts else 0 # of batches that have travelled
-        if not step.sends: return before+step.total
+        before = self.accumulation.n if self.by_parts else 0 # of batches that have travelled
+        if not step.sends: return before+step.own_items
         if not any(map(math.isnan, res.items)): return before+tree_sum(res.items)
+        return before+tree_sum(gather_alike(self._on_device(step.own_items)))
+
+    def _on_device(self, n)->Tensor:
+        "A number on this rank's device, without a copy of what the host knows"
         device = self.engine.device
-        n = torch.zeros((), dtype=wide_dtype(device), device=device)+step.total # what the host knows is not copied
-        return before+tree_sum(gather_alike(n))
+        return torch.zeros((), dtype=wide_dtype(device), device=device)+n
 
     def _clear_step(self):
         "All parts were cancelled: there is no gradient, as in one process"
-        if self.group.begun: return
+        if self.accumulation.begun: return
         for p in self.params(): p.grad = None
 
-    def settle(self):
+    def leave_if_cancelled(self):
         """After a backward pass, after other callbacks: leave a step of which all parts were cancelled, as one process
         does"""
         step = self.step
@@ -527,8 +527,8 @@ class TrainingLoop(Loop):
         # without an exchange nobody knows what others have cancelled
         if step.cancelled and self.links and not step.sends and not step.counts:
             self._ask(widest(step.cancelled), Asks.before_step)
-        if step.scope is None: return
-        scope,step.scope = step.scope,None
+        if step.cancelled_by_all is None: return
+        scope,step.cancelled_by_all = step.cancelled_by_all,None
         self._leave_as_one(scope)
 
     # --- further backward passes of a batch ---
@@ -542,17 +542,16 @@ class TrainingLoop(Loop):
         """By what the gradients of a further pass of this batch (SAM) are multiplied; None: they stay. Sync point after
         a callback has accumulated. ValueError if the batch has several parts"""
         self.check_second()
-        part,items = self.part,self.step.items
-        if self.step.ends_group and items is not None: # which are of all its batches
-            device = self.engine.device
-            items = all_sum(torch.zeros((), dtype=wide_dtype(device), device=device)+part.weight)
+        part,items = self.part,self.step.all_items
+        if self.step.ends_accumulation and items is not None: # which are of all its batches
+            items = all_sum(self._on_device(part.weight))
         k = part.kind and part.kind.weight_of_second(part, self.divisor, items)
         is_one = not isinstance(k, Tensor) and k==1
         return None if is_one else k
 
     def remaining_scale(self)->float:
         "By what gradients of the learner's loss that only a callback exchanges are still to be multiplied"
-        items = float(self.step.items or 0)
+        items = float(self.step.all_items or 0)
         if not items: return 1/self.divisor
         return self.scale/items/self.divisor
 
@@ -562,11 +561,12 @@ class TrainingLoop(Loop):
         "Whether the Cancel exception `e`, which a callback has raised in `event`, waits for the end of the batch"
         step = self.step
         part = self.part
+        # agreed: this is how all ranks leave
         if part is None or self.ballot.agreed or self.links is None and step.n_parts==1: return False
         scope = self.ballot.scope_of(e)
         if not may_cancel(scope, event): return False
         step.cancelled.append(scope)
-        if event in events_before_backward[:2]: part.why = part.why or Why.cancelled
+        if event in events_before_loss: part.why = part.why or Why.cancelled
         elif event in events_before_backward: part.why = part.why or Why.dropped
         else: self._cancel_late(event)
         return True
@@ -574,14 +574,14 @@ class TrainingLoop(Loop):
     def _cancel_late(self, event):
         "After a backward pass: ask the other ranks, if all parts of this one have cancelled here"
         step = self.step
-        self.part.asks = phase = _asks_in.get(event, Asks.before_step)
-        of_part = event in _of_part and any([o.asks!=phase for o in step.parts])
-        if not of_part: self._ask(widest(step.cancelled), phase)
+        self.part.asks = asks = _asks_in.get(event, Asks.before_step)
+        of_part = event in _of_part and any([o.asks!=asks for o in step.parts])
+        if not of_part: self._ask(widest(step.cancelled), asks)
 
-    def _ask(self, scope, phase):
-        """If all ranks cancel in this phase, leave it as one process does. Sync point: a rank that does not, answers at
-        the end of its batch"""
-        res = self.ballot.vote(scope, asks=phase)
+    def _ask(self, scope, asks):
+        """If all ranks cancel at this point, leave it as one process does. Sync point: a rank that does not, answers at
+        the end of its batch, or before a collective"""
+        res = self.ballot.vote(scope, asks=asks)
         if res.all_ask: self._leave_as_one(res.scope)
 
     def answer(self):

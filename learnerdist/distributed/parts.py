@@ -137,12 +137,12 @@ class Step:
     in_place = 1
     grads = None    # A `Tree`: its other levels, if there are any
     sends = False   # Whether its gradients travel
-    total = 0       # Items of this rank, also of earlier batches whose gradients travel with these
+    own_items = 0   # Of this rank, also of earlier batches whose gradients travel with these
     on_device = False # Whether the loss counts its items on a device, and not on the host
-    items = None    # Of all ranks, once they are known
-    scope = None    # What is cancelled, if all parts of all ranks are
+    all_items = None # Of all ranks, once they are known
+    cancelled_by_all = None # What is cancelled, if all parts of all ranks are
     is_over = False # Whether all backward passes are over, and gradients have their scale
-    ends_group = False # Whether a callback has accumulated earlier batches, whose gradients are with these
+    ends_accumulation = False # Whether a callback has accumulated earlier batches, whose gradients are with these
     handles = ()    # Of hooks on the gradients of a part that counts for nothing
     def __init__(self, parts:list, n_parts:int, statistics=None): # n_parts: of all ranks; statistics: `PartStatistics`
         self.parts = parts
@@ -169,7 +169,7 @@ class Step:
         return tree_sum([o.weight for o in self.parts])
     def message(self)->Message:
         "What this rank says of the step, before its last backward pass"
-        items = nan if self.on_device else self.total
+        items = nan if self.on_device else self.own_items
         changed = self.statistics is not None and self.statistics.has_changed()
         return Message(items, widest(self.cancelled), self.counts, changed)
 

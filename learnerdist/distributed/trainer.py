@@ -141,7 +141,7 @@ class AfterOthers(Callback):
     def before_validate(self): self.engine.open_evaluation()
     def before_batch(self): self.engine.loop.check_batch()
     def before_backward(self): self.engine.loop.begin_backward()
-    def after_backward(self): self.engine.loop.settle()
+    def after_backward(self): self.engine.loop.leave_if_cancelled()
     def agree(self):
         "After events outside of batches, in which a rank may cancel a loop around them"
         self.engine.ballot.agree()

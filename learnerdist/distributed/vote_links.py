@@ -31,7 +31,7 @@ class Phase(IntEnum):
         res = int.__new__(cls, value)
         res._value_,res.text = value,text
         return res
-    vote = 0,'a vote'
+    opening = 0,'the beginning of a context'
     before_fit = 1,'the start of a fit'
     before_epoch = 2,'the start of an epoch'
     before_train = 3,'the start of a training loop'

@@ -81,7 +81,7 @@ def check_arguments(dls, model, metrics, **functions):
     for o in listify(metrics): need(not isinstance(o, Real), 'give a function or a class', metrics=o)
 
 # %% ../../nbs/learner/01_learner.ipynb #c008b
-class Batches:
+class LocalLoop:
     "What a learner asks of the batches of a loop. These are the answers of a process that trains alone"
     repeated = False # see the property of `Learner`
     model = None # What is called in training, in place of the learner's model
@@ -107,7 +107,7 @@ class Batches:
 class Runner:
     "What a learner asks while it runs. These are the answers of a process that trains alone; a context replaces it"
     is_alone = True
-    loop = Batches() # The present one
+    loop = LocalLoop() # The present one
     def loader(self, dl):
         "What is read of a loader: all of its data, if another learner's context has split it"
         return dl.all_data() if hasattr(dl, 'all_data') else dl

@@ -47,7 +47,7 @@ class StartAt(NamedTuple):
 def check_arguments(dls, model, metrics, **functions):
     """ValueError for what a learner cannot use"""
 
-class Batches:
+class LocalLoop:
     """What a learner asks of the batches of a loop. These are the answers of a process that trains alone"""
     repeated: Any
     model: Any
