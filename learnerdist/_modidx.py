@@ -1664,8 +1664,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'learnerdist/distributed/parts.py'),
                                                'learnerdist.distributed.parts.Part.__init__': ( 'distributed/parts.html#part.__init__',
                                                                                                 'learnerdist/distributed/parts.py'),
-                                               'learnerdist.distributed.parts.Part.is_cancelled': ( 'distributed/parts.html#part.is_cancelled',
-                                                                                                    'learnerdist/distributed/parts.py'),
                                                'learnerdist.distributed.parts.Part.weight': ( 'distributed/parts.html#part.weight',
                                                                                               'learnerdist/distributed/parts.py'),
                                                'learnerdist.distributed.parts.PartStatistics': ( 'distributed/parts.html#partstatistics',

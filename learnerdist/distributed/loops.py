@@ -21,7 +21,7 @@ from ..core.stacks import need
 from ..data.dealing import parts_in_use
 from .batchnorm import Synced
 from .evaluation import Evaluation
-from .parts import Part,PartStatistics,Step,Why,add_earlier,take_grads,tree_sum
+from .parts import Part,PartStatistics,Step,Why,add_earlier,by_callback,take_grads,tree_sum
 from .shares import step_rows
 from .vote_links import Asks,Message,Outcome,Phase,cast,loops,outcome,widest
 from ..learner.callback import inner_events
@@ -68,7 +68,7 @@ class Sum(Kind):
 # %% ../../nbs/distributed/09_loops.ipynb #9b0cdfb7b
 class Whole(Kind):
     "A loss that each rank computes from the rows of all"
-    def weigh(self, loss, part, n_parts, k): return loss*0 if part.is_cancelled else loss
+    def weigh(self, loss, part, n_parts, k): return loss*0 if part.why in by_callback else loss
     def weight_of_second(self, part, divisor, items): return None
 
 _kinds = dict(sum=Sum(), whole=Whole()) # by the name of a `MeanOver`; all others are means
@@ -395,7 +395,7 @@ class TrainingLoop(Loop):
         "Before its forward pass, after other callbacks: the self-check, once a fit. Sync point then"
         check = self.engine.self_check
         if not check.due or not self.learn.yb or self.step.i: return
-        check(cancelled=self.part.is_cancelled)
+        check(cancelled=self.part.why in by_callback)
 
     def note_loss(self):
         "After the loss, before callbacks change it or the targets"
@@ -427,7 +427,7 @@ class TrainingLoop(Loop):
         n = part.n if self.learn.items is None else self.learn.items
         on_device = isinstance(n, Tensor) and n.device.type!='cpu'
         part.n = self.learn.items = self._guarded(n) if on_device else float(n)
-        return not part.is_cancelled and (on_device or part.n!=0)
+        return part.why not in by_callback and (on_device or part.n!=0)
 
     def _guarded(self, n):
         """Items that a loss counts on a device, where they stay, so that nobody waits for it; no NaN flows back if
@@ -442,7 +442,7 @@ class TrainingLoop(Loop):
         step,learn = self.step,self.learn
         if not self.weighs: return
         if learn.yb: self._weigh(self.part)
-        if self.part.is_cancelled: # and may have given a NaN
+        if self.part.why in by_callback: # and may have given a NaN
             step.handles = [p.register_hook(_finite) for p in self.engine.all_params() if p.requires_grad]
         if not step.is_last: return
         if self.replica: self.replica.begin_last(learn.loss_grad, step.grads.pending if step.grads else ())

@@ -112,6 +112,8 @@ class Why(Enum):
     cancelled = 'a callback has cancelled it before its loss was computed'
     dropped = 'a callback has cancelled it after its loss, which is recorded'
 
+by_callback = Why.cancelled,Why.dropped # Before its backward pass
+
 class Part:
     "A part of a step"
     n = 0       # Its items, as the loss counts them: a number, or a tensor () on a device
@@ -121,10 +123,6 @@ class Part:
     def __init__(self, number:int, why=None):
         self.number,self.why = number,why # among those of all ranks; `Why`, or None if it counts
 
-    @property
-    def is_cancelled(self)->bool:
-        "Whether a callback has cancelled it before its backward pass"
-        return self.why in (Why.cancelled,Why.dropped)
     @property
     def weight(self):
         "Its items that count in the gradient"
