@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from test_predictions import Fn, bare_loss
+from test_predictions import bare_loss, of
 from learnerdist.all import Callback, CancelBatchException, DataLoaders, Learner, TfmdDL, group_rank, process_group
 from learnerdist.data.rows import StoredRows
 from learnerdist.testing import run_ranks
@@ -16,7 +16,7 @@ def wide(x): return x.repeat(1, 400)
 models = dict(narrow=lambda x: x*2, wide=wide)
 
 def make(name, n, bs=3, cbs=None):
-    return Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(n)), bs)]*2), Fn(models[name]), bare_loss, cbs=cbs)
+    return Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(n)), bs)]*2), of(models[name]), bare_loss, cbs=cbs)
 
 def leaves(o):
     "Nested lists of numbers, with dtypes"
@@ -72,7 +72,7 @@ def fastai_learner(n, name='narrow'):
         def activation(self, o): return o.softmax(-1)
         def decodes(self, o): return o.argmax(-1)
     dl = FastaiDL([*zip(*xy(n))], bs=3, num_workers=0, device='cpu')
-    model = Fn(models[name])
+    model = of(models[name])
     model.unused = nn.Parameter(torch.zeros(1))
     return FastaiLearner(FastaiLoaders(dl, dl, device='cpu'), model, Loss(), metrics=[])
 
@@ -108,7 +108,7 @@ class Differs(IterableDataset):
 
 def rank_differs(do):
     with process_group():
-        learn = Learner(DataLoaders(TfmdDL(TensorDataset(*xy(4)), 2), DataLoader(Differs(), 2)), Fn(lambda x: x), bare_loss)
+        learn = Learner(DataLoaders(TfmdDL(TensorDataset(*xy(4)), 2), DataLoader(Differs(), 2)), of(lambda x: x), bare_loss)
         try:
             with learn.distrib_ctx(): getattr(learn, do)()
         except Exception as e: return str(e)
@@ -130,7 +130,7 @@ def no_rows_in_memory(x): return dict(sparse=x.to_sparse(), quantized=torch.quan
 def rank_no_rows_in_memory():
     with process_group(), warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        learn = Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(7)), 3)]*2), Fn(no_rows_in_memory), bare_loss)
+        learn = Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(7)), 3)]*2), of(no_rows_in_memory), bare_loss)
         with learn.distrib_ctx(): o = learn.get_preds()[0]
         return type(o['sparse']),o['sparse'].is_sparse,o['sparse'].to_dense(),o['quantized'].dequantize()
 
