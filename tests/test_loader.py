@@ -305,7 +305,8 @@ def test_what_is_drawn_while_a_batch_is_evaluated_does_not_depend_on_the_ranks(m
     for W,shares in enumerate(more, 2): assert shares==[one[0][r::W] for r in range(W)]
 
 @pytest.mark.parametrize('args,kw,match', [
-    ((2, 2), {}, 'rank=2 with world_size=2'), ((-1, 2), {}, 'rank=-1'), ((0, 0), {}, 'world_size=0'), ((0, 1), dict(bs=0), 'batch_size=0'),
+    ((2, 2), {}, 'rank=2 with world_size=2'), ((-1, 2), {}, 'rank=-1'), ((0, 0), {}, 'world_size=0'),
+    ((False, True), {}, 'rank=False with world_size=True'), ((0, 1), dict(bs=0), 'batch_size=0'),
     ((0, 1), dict(seed=1.5), r'seed=1\.5'), ((0, 1), dict(seed=None), 'seed=None'),
     ((0, 1), dict(btach=1), "'btach' is not a setting.*num_workers")])
 def test_bad_input(args, kw, match):

@@ -9,12 +9,10 @@ from learnerdist.core.weights import save_sealed, save_tensors
 from learnerdist.core import weights
 from learnerdist.core.shards import full_tensor, map_tensors
 from learnerdist.distributed import sharded
-from learnerdist.fastai import checkpoint
 from learnerdist.learner import saving
 from learnerdist.testing import run_ranks
 from harness import close, in_group, needs_fsdp2
 from scenes import default_dtype
-from test_fastai import make as fastais
 from test_sharded import F64, case, run
 
 class Block(nn.Module):
@@ -103,13 +101,18 @@ class Summed:
 
 def read_by_rank(file, how):
     "What a rank reads of a file by `weights=`, or in `load` of either Learner: KiB that it maps, KiB for the checksum"
+    makes = dict(weights=lambda: (sharded,learner(meta_big)), load=lambda: (saving,learner(big)), fastai=of_fastai)
     with process_group():
-        learn = fastais(2, model=big, dtype=torch.float32) if how=='fastai' else learner(big if how=='load' else meta_big)
-        place = dict(weights=sharded, load=saving, fastai=checkpoint)[how]
+        place,learn = makes[how]()
         place.load_model,weights.zlib = spy,summed = Mapped(place.load_model),Summed()
         with learn.distrib_ctx(shard=dict(weights=file) if how=='weights' else True):
             if how!='weights': learn.load(str(file.with_suffix('')), with_opt=False)
         return spy.kb,summed.n/1024
+
+def of_fastai():
+    from learnerdist.fastai import checkpoint
+    from test_fastai import make
+    return checkpoint,make(2, model=big, dtype=torch.float32)
 
 def meta_big():
     with torch.device('meta'): return big()
@@ -120,6 +123,7 @@ def big(): return nn.Sequential(*[nn.Linear(1024, 4096) for _ in range(2)]) # th
 @pytest.mark.parametrize('how', ['weights','load','fastai'])
 def test_a_rank_reads_its_rows_of_a_file(how, tmp_path):
     "Our own file it also reads once for the checksum, without keeping it"
+    if how=='fastai': pytest.importorskip('fastai')
     save_sealed(big().state_dict(), tmp_path/'big.pth')
     size = (tmp_path/'big.pth').stat().st_size/1024
     found = run_ranks(read_by_rank, 2, tmp_path/'big.pth', how)

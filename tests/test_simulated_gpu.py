@@ -181,9 +181,6 @@ def test_training(name): check_training(quick, name)
 
 def test_max_bs_does_not_wait(): assert trained(1, 1, quick)[0]['max_bs']['waits']=={}
 
-def test_items_that_the_host_knows_cost_no_collective():
-    assert len(trained(2, 2, quick, same_order=True)[0]['max_bs']['collectives'])==n_marked
-
 @pytest.mark.long
 @pytest.mark.parametrize('name', every)
 def test_every_training(name): check_training(every, name)
