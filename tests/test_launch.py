@@ -3,7 +3,7 @@ import fcntl,json,os,pty,re,select,signal,socket,stat,subprocess,sys,termios
 from pathlib import Path
 from types import SimpleNamespace
 import pytest
-from helpers import Fork,environment,free_port,launcher,root,shutdown_in,start,write
+from helpers import Fork,Waiting,environment,free_port,launcher,root,shutdown_in,start,write
 from learnerdist.core.hosts import foreign_rank
 from learnerdist.launch.cli import _choose_nproc,get_parser,guess,run_target
 from learnerdist.launch import agent,main,processes,run,watch
@@ -261,31 +261,20 @@ def test_what_somebody_kills_is_the_cause_and_what_the_launcher_ends_is_not(ende
     assert heads([ended(0, -6),raised]) == lines
 
 def start_waiting(folder, *options, how='wait', **kw):
-    "A launcher whose two ranks wait, and the ids of those ranks and of their children"
-    folder.mkdir(exist_ok=True)
-    fifo = folder/'fifo'
-    os.mkfifo(fifo)
-    fd,messages = os.open(fifo, os.O_RDWR),b''
+    "A launcher whose two ranks wait, each with a child"
     text = waiting if how == 'in C' else waiting.removeprefix('import torch\n') # forks, and new interpreters
-    proc = start('--nproc', 2, *options, write(folder, text), fifo, how, **kw)
-    def pids():
-        nonlocal messages
-        while messages.count(b'\n') < 2:
-            ready,*_ = select.select([fd,proc.proc.sentinel], [], [], 60)
-            assert fd in ready, f'{how}: ended, or silent for 60 s. {proc.result(0).stderr}'
-            messages += os.read(fd, 99)
-        os.close(fd)
-        return [*map(int, messages.split())]
-    return proc,pids
+    return Waiting(folder, text, '--nproc', 2, *options, args=[how], **kw)
 
-def all_end(pids, timeout_s=30):
+def pids_of(run): return [*map(int, sum(run.lines(2), []))]
+
+def all_end(pids):
     "Whether all these processes end"
     assert len(pids) == 4
     fds = []
     for p in pids:
         try: fds.append(os.pidfd_open(p))
         except ProcessLookupError: pass
-    ended = [bool(select.select([o], [], [], timeout_s)[0]) for o in fds]
+    ended = [bool(select.select([o], [], [], 30)[0]) for o in fds]
     for o in fds: os.close(o)
     return all(ended)
 
@@ -300,11 +289,11 @@ def test_no_process_is_left_after_a_signal(tmp_path):
     for how in cases:
         options = ['--max-restarts',2,*shutdown_in(2)]*(how not in ('saves','raise'))
         runs[how] = start_waiting(tmp_path/how, *options, how=how, begin=ignore_hup if how=='put off' else int)
-    pids = {how: o[1]() for how,o in runs.items()}
+    pids = {how: pids_of(o) for how,o in runs.items()}
     for how,(sig,_) in cases.items():
-        if sig: runs[how][0].send_signal(sig)
-    runs['put off'][0].send_signal(signal.SIGTERM)
-    assert {how: o[0].wait(60) for how,o in runs.items()} == {how: status for how,(_,status) in cases.items()}
+        if sig: runs[how].proc.send_signal(sig)
+    runs['put off'].proc.send_signal(signal.SIGTERM)
+    assert {how: o.proc.wait(60) for how,o in runs.items()} == {how: status for how,(_,status) in cases.items()}
     assert all((tmp_path/f'saves/fifo.{r}').exists() for r in range(2))
     assert all(all_end(o) for o in pids.values())
 
@@ -339,16 +328,16 @@ def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
         os.close(ours)
         os.setsid()
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
-    proc,pids = start_waiting(tmp_path, how='say', begin=at_terminal, outs=[theirs]*3)
+    run = start_waiting(tmp_path, how='say', begin=at_terminal, outs=[theirs]*3)
     os.close(theirs)
     shown = b''
     def has_all(): return b'on a terminal' in shown and b'on no terminal' in shown
     while not has_all() and select.select([ours], [], [], 60)[0]: shown += os.read(ours, 999)
     lines = shown.decode().splitlines()
     assert 'rank 0 on a terminal' in lines and '[r1] rank 1 on no terminal' in lines
-    pids = pids()
+    pids = pids_of(run)
     os.close(ours)
-    assert proc.wait(60) == 129 and all_end(pids)
+    assert run.proc.wait(60) == 129 and all_end(pids)
 
 @pytest.mark.parametrize('args,words', [
     (['--nproc', '0', __file__], '--nproc 0: give a whole number from 1 up'), (['--nproc', 'two', __file__], '--nproc two: give a'),
