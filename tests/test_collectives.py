@@ -46,8 +46,8 @@ known = [accuracy, error_rate, MulticlassAccuracy(2, average='micro')]
 def make(n_steps=3, n_valid=2, metrics=known, model=net):
     "`n_steps` and `n_valid` are those of each rank"
     n = BS*group_size()
-    c = scene(ds=classes, n=n*n_steps, n_valid=n*n_valid, bs=n, val_bs=BS, loss=F.cross_entropy, metrics=metrics, model=model)
-    return scenes.make(c, group_size())
+    kw = dict(n=n*n_steps, n_valid=n*n_valid, bs=n, val_bs=BS, metrics=metrics, model=model)
+    return scenes.make(scene(ds=classes, loss=F.cross_entropy, **kw), group_size())
 
 def less(a, b): return dict(a-b)
 

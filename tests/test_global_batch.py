@@ -121,7 +121,8 @@ def bad_contexts():
         with learn.no_logging(), learn.distrib_ctx(**kw): learn.fit(1)
     res = dict(few=error_of(ctx, global_bs=1), text=error_of(ctx, global_bs='256'), zero=error_of(ctx, max_bs=0),
                both=error_of(ctx, global_bs=8, split_batches=True), static=error_of(ctx, max_bs=4, static_graph=True),
-               whole=error_of(ctx, loss=contrast, max_bs=2), gathers=error_of(ctx, gathering, max_bs=2), ctx=error_of(ctx, max_bs='most'))
+               whole=error_of(ctx, loss=contrast, max_bs=2), gathers=error_of(ctx, gathering, max_bs=2),
+               ctx=error_of(ctx, max_bs='most'))
     with all_warnings() as messages:
         ctx(model=normed, max_bs=4)
     return dict(res, messages=' '.join(str(o.message) for o in messages))

@@ -11,7 +11,8 @@ from learnerdist.testing import run_ranks
 ways = pytest.mark.parametrize('env,way', [({}, SocketLinks), (dict(LOCAL_WORLD_SIZE='1'), GlooLinks)]) # the second: as on several machines
 
 def make(n=12):
-    return scenes.make(scene(ds=classes, n=n, n_valid=n, bs=2, val_bs=2, shuffle=False, loss=F.cross_entropy, dtype=F32))
+    kw = dict(n=n, n_valid=n, bs=2, val_bs=2, shuffle=False)
+    return scenes.make(scene(ds=classes, loss=F.cross_entropy, dtype=F32, **kw))
 
 class Late:
     "Rank 1 hears what the others have told it when they have long gone on"

@@ -228,13 +228,15 @@ def checked_or_not():
     return [fitted(make, checks=o)[0] for o in ('warn',False)]
 
 def on_two(*_):
-    return all_of([of_sizes,drawing,pairs_of_one,with_more,local_statistics,transformer,halves,autocast]),checked_or_not()
+    short = transformer,halves,autocast
+    return all_of([of_sizes,drawing,pairs_of_one,with_more,local_statistics,*short]),checked_or_not()
 
 def test_what_is_not_known_to_differ_is_silent(found):
     "Random streams stay: a fit that goes on in mid-epoch checks another batch. So do short types"
     short = dict(transformer=torch.bfloat16, halves=torch.float16, autocast=torch.float32)
     for got,(a,b) in found(on_two, 2):
-        for k,(w,messages) in got.items(): assert messages==[] and w.dtype is short.get(k, torch.float64), (k,w,messages)
+        for k,(w,messages) in got.items():
+            assert messages==[] and w.dtype is short.get(k, torch.float64), (k,w,messages)
         assert a.equal(b)
 
 class TrainGen(Callback):
@@ -585,5 +587,5 @@ class Autocast(Callback):
     def after_loss(self): self.ctx.__exit__(None, None, None)
 def autocast(): return short(dtype=torch.float32, cbs=Autocast())
 
-found = asking(alone=(scripts, all_domains, remedies, on_two, unused, offences, checked, validates_alone, cancels_in_the_loss,
-                      leaves_alone))
+found = asking(alone=(scripts, all_domains, remedies, on_two, unused, offences, checked, validates_alone,
+                      cancels_in_the_loss, leaves_alone))

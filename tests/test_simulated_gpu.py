@@ -35,7 +35,8 @@ def rank_device():
         res['devices'] = torch.cuda.device_count(),acc.device_count(),str(acc.current_accelerator()),str(torch.device(0))
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(one)
         x = torch.ones(2, 3, device=one)
-        res['mixed'] = error_of(lambda: x+x.cpu()),error_of(lambda: x+x.to(other)),error_of(lambda: torch.zeros(1, device='cuda:2'))
+        wrong = lambda: x+x.cpu(),lambda: x+x.to(other),lambda: torch.zeros(1, device='cuda:2')
+        res['mixed'] = [*map(error_of, wrong)]
         sim.forget()
         model(x).sum().backward()
         torch.optim.AdamW(model.parameters()).step()
