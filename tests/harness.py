@@ -2,7 +2,8 @@
 
 A training that is data (a model, data, a loss, options, callbacks) is a line in the table of scenes.py. `asking(f, g)` is a fixture for
 what is more than that: it starts the ranks of a file once for each number of them. `close` compares what comes back."""
-import functools, sys, traceback
+import functools, sys, traceback, warnings
+from contextlib import contextmanager
 from contextvars import ContextVar
 from weakref import WeakKeyDictionary
 import pytest, torch
@@ -31,6 +32,13 @@ def close(a, b, tol=1e-9, at=''):
         x,y = (torch.as_tensor(o, dtype=torch.float64, device='cpu') for o in (a, b))
         torch.testing.assert_close(x, y, atol=tol, rtol=tol, equal_nan=True, msg=lambda m: f'{at}: {m}')
     else: assert a==b, f'{at}: {a!r}, {b!r}'
+
+@contextmanager
+def all_warnings():
+    "Those of a block, also what was warned of before"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        yield found
 
 # --- nothing is left ------------------------------------------------------------------------------------------------------
 
@@ -71,6 +79,12 @@ def caught(f, *args, **kw):
     except Exception: return Failed(traceback.format_exc())
     left = changed(before)
     return Failed(f'left in modules, before and after: {left}') if left else res
+
+def error_of(f, *args, **kw):
+    "'KeyError: why', which `f` raises; '' without an error"
+    try: f(*args, **kw)
+    except Exception as e: return f'{type(e).__name__}: {e}'
+    return ''
 
 def in_group(f, *args, **kw):
     "What `f` returns in a group of all ranks, or in one process"

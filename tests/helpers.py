@@ -1,5 +1,5 @@
 "What several files train on, how they start a launcher, a server of files, and the code on a page of the docs"
-import gc,os,random,re,signal,socket,subprocess,sys,tempfile,threading,traceback
+import gc,os,random,re,select,signal,socket,subprocess,sys,tempfile,threading,traceback
 from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import connection
@@ -173,6 +173,24 @@ def write(folder, text, name='train.py'):
     (folder/name).parent.mkdir(parents=True, exist_ok=True)
     (folder/name).write_text(text)
     return folder/name
+
+class Waiting:
+    "A launcher whose ranks write lines to a FIFO, the first argument of their script, and wait"
+    def __init__(self, folder, text, *options, args=(), **kw):
+        folder.mkdir(exist_ok=True)
+        fifo = folder/'fifo'
+        os.mkfifo(fifo)
+        self.pipe = open(os.open(fifo, os.O_RDWR), 'rb', buffering=0)
+        self.proc = start(*options, write(folder, text), fifo, *args, **kw)
+
+    def lines(self, n):
+        "The next `n`, in words"
+        text = b''
+        while text.count(b'\n')<n:
+            ready,*_ = select.select([self.pipe,self.proc.proc.sentinel], [], [], 120)
+            assert self.pipe in ready, f'ended, or silent for 120 s. {self.proc.result(0).stderr}'
+            text += self.pipe.read(99)
+        return [o.split() for o in text.decode().splitlines()]
 
 def free_port():
     "Outside of the range from which the system takes ports for connections"

@@ -1,11 +1,11 @@
 "How many collectives a step, a validation batch, an epoch and a prediction take: exact counts, so that none creeps in"
 from collections import Counter
-import pytest, torch, torch.distributed as dist
+import pytest, torch.distributed as dist
 from sklearn.metrics import f1_score
-from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
+import scenes
+from scenes import classes, net, normed, scene
 from learnerdist.all import *
 from learnerdist.distributed.vote_links import Links, Phase
 from learnerdist.testing import run_ranks
@@ -41,19 +41,13 @@ class BatchMeans(Metric):
     @property
     def value(self): return sum(self.means)
 
-def data(n):
-    g = torch.Generator().manual_seed(n)
-    return TensorDataset(torch.randn(n, 3, generator=g), torch.randint(4, (n,), generator=g))
+known = [accuracy, error_rate, MulticlassAccuracy(2, average='micro')]
 
-known = [accuracy, error_rate, MulticlassAccuracy(4, average='micro')]
-
-def make(n_steps=3, n_valid=2, metrics=known, train=None, norm=False, **kw):
+def make(n_steps=3, n_valid=2, metrics=known, model=net):
     "`n_steps` and `n_valid` are those of each rank"
-    torch.manual_seed(0)
     n = BS*group_size()
-    dls = DataLoaders(train or TfmdDL(data(n*n_steps), BS, shuffle=True), TfmdDL(data(n*n_valid), BS))
-    model = nn.Sequential(nn.Linear(3, 4), *([nn.BatchNorm1d(4)] if norm else []))
-    return Learner(dls, model, F.cross_entropy, torch.optim.SGD, lr=.1, metrics=metrics)
+    kw = dict(n=n*n_steps, n_valid=n*n_valid, bs=n, val_bs=BS, metrics=metrics, model=model)
+    return scenes.make(scene(ds=classes, loss=F.cross_entropy, **kw), group_size())
 
 def less(a, b): return dict(a-b)
 
@@ -67,7 +61,7 @@ def rank_fits():
         f1 = skm_metric(f1_score, dim_argmax=-1, average='macro')
         base,rows,replay = fit_calls(),fit_calls(metrics=[*known,f1]),fit_calls(metrics=[*known,BatchMeans])
         return dict(fit=dict(base), step=less(fit_calls(n_steps=4), base), valid=less(fit_calls(n_valid=3), base),
-                    epoch=less(fit_calls(2), base), norm=less(fit_calls(norm=True), base),
+                    epoch=less(fit_calls(2), base), norm=less(fit_calls(model=normed), base),
                     rows=less(rows, base), replay=less(replay, base))
 
 @pytest.mark.parametrize('W,env', [(2, {}), (3, {}), (2, dict(LOCAL_WORLD_SIZE='1'))]) # the last: each rank on a machine of its own
@@ -104,7 +98,7 @@ def read_loaders(learn):
     for dl in learn.dls:
         dl.set_epoch(2)
         for _ in range(2): assert len(dl)==len([*dl])
-        assert dl.one_batch()[0].shape==(BS, 3) and dl.n and dl.n_total
+        assert dl.one_batch()[0].shape==(BS, 4) and dl.n and dl.n_total
         dl.new(bs=2).one_batch()
     learn.dls.one_batch()
     learn.dls.one_batch(1)

@@ -2,8 +2,9 @@
 from collections import OrderedDict, namedtuple
 import pandas as pd, pytest, torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import (BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset,
-                              WeightedRandomSampler, default_collate)
+from torch.utils.data import (BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset, WeightedRandomSampler,
+                              default_collate)
+from helpers import Stream
 from learnerdist.data.distributed_dl import DistributedDL
 from learnerdist.data.loaders import (DataLoaders, TfmdDL, changed, check_options, is_shuffled, loader_settings, to_cpu, to_detach,
                                       to_device)
@@ -12,10 +13,6 @@ Pair = namedtuple('Pair', 'x y')
 
 class MyList(list): pass
 class MyTuple(tuple): pass
-
-class Stream(IterableDataset):
-    def __init__(self, n): self.n = n
-    def __iter__(self): return iter(range(self.n))
 
 def half(o): return o/2
 
@@ -40,7 +37,8 @@ def test_options():
 LOADERS = [lambda: DataLoader(range(7), 3, drop_last=True), lambda: DataLoader(range(7), 3, sampler=[5,1,2]),
     lambda: DataLoader(range(7), None),
     lambda: DataLoader(range(7), batch_sampler=[[1,2],[3]]), lambda: DataLoader(range(7), batch_sampler=BatchSampler([3,4,5], 2, True)),
-    lambda: DataLoader(Stream(7), 3, drop_last=True), lambda: DataLoader(Stream(7), None), lambda: TfmdDL(range(7), 3, after_item=half)]
+    lambda: DataLoader(Stream(range(7)), 3, drop_last=True), lambda: DataLoader(Stream(range(7)), None),
+    lambda: TfmdDL(range(7), 3, after_item=half)]
 
 @pytest.mark.parametrize('make', LOADERS)
 def test_changed_nothing(make):
@@ -73,7 +71,7 @@ def test_dataloaders():
     assert [o.tolist() for o in dls.train]==[[3,1,2,5]] and [len(o) for o in dls.valid]==[3,3,1]
     assert (str(dls.path), dls.n_inp, len(dls), dls[1] is dls.valid, list(dls)==dls.loaders) == ('p', 1, 2, True, True)
     assert dls.to('meta').one_batch().device.type=='meta' and dls.device=='meta'
-    assert DataLoaders.from_dsets(Stream(3), bs=2).valid is None
+    assert DataLoaders.from_dsets(Stream(range(3)), bs=2).valid is None
     plain = DataLoaders(DataLoader(range(3)), [1,2], [3])
     assert (plain.one_batch(1), plain.one_batch().tolist(), len(plain)) == (1, [0], 3)
     assert is_shuffled(DataLoaders.from_dsets(range(4), range(4)).train.sampler)

@@ -1,5 +1,5 @@
 "Devices by the names that torch.accelerator gives them: xpu, npu, mps; without float64; and how a rank leaves a wait on its device"
-import os,threading,warnings
+import os,threading
 from functools import partial
 import pytest,torch,torch.distributed as dist
 from torch import nn
@@ -15,7 +15,7 @@ from learnerdist.learner import losses
 from learnerdist.learner.learner import is_oom
 from learnerdist.learner.techniques import half_type
 from learnerdist.testing import run_ranks
-from harness import close
+from harness import all_warnings, close
 from scenes import F32, F64, classes, make, run, scene
 from simulated_gpu import SimulatedGPU, is_possible
 
@@ -34,8 +34,7 @@ table = dict(plain=of(), layer=of(model=normed, n=41), counted=of(loss=counted, 
 fits = 'layer','counted','dropout'
 
 def fitted(k):
-    with warnings.catch_warnings(record=True) as ws, process_group():
-        warnings.simplefilter('always')
+    with all_warnings() as ws, process_group():
         group = dist.get_backend_config() if in_group() else None
         learn = make(table[k], group_size(), group_rank())
         res = run(table[k], group_size(), group_rank(), learn)
@@ -100,9 +99,10 @@ def test_sums_of_a_metric_without_float64(monkeypatch):
 
 @pytest.mark.parametrize('asked,dtype', [(lambda: False, torch.float16), (lambda: True, torch.bfloat16),
                                          (lambda including_emulation=True: including_emulation, torch.float16)])
-def test_the_16_bit_type_of_another_accelerator(asked, dtype, monkeypatch):
-    monkeypatch.setattr(torch.xpu, 'is_bf16_supported', asked)
-    assert half_type(torch.device('xpu'))==dtype
+@pytest.mark.parametrize('kind', ['cuda','xpu'])
+def test_the_16_bit_type_that_suits_an_accelerator(kind, asked, dtype, monkeypatch):
+    monkeypatch.setattr(getattr(torch, kind), 'is_bf16_supported', asked)
+    assert half_type(torch.device(kind))==dtype
 
 @pytest.mark.parametrize('kind,waits', [('cpu',True), ('cuda',False), ('xpu',False), ('mps',True)])
 def test_copies_to_mps_wait(kind, waits, monkeypatch):

@@ -12,15 +12,13 @@ pytestmark = pytest.mark.slow
 path = os.pathsep.join(o for o in (str(root),os.environ.get('PYTHONPATH')) if o) # extras may be installed elsewhere
 columns = ['epoch','train_loss','valid_loss','accuracy','time']
 
-def task(argv): run_target(argv)
-
 def run_scripts(*commands, folders=None):
     "What these come to, at the same time, in these folders. A command: a script and its arguments, or after them the launcher's"
     env = environment(PYTHONPATH=path, OMP_NUM_THREADS='1')
     runs = []
     for folder,(args,*options) in zip(folders or [root]*len(commands), commands):
         how = dict(env=env, cwd=folder)
-        runs.append(start(*options, *args, **how) if options else Fork(task, [*map(str, args)], **how))
+        runs.append(start(*options, *args, **how) if options else Fork(run_target, [*map(str, args)], **how))
     return [o.result(300) for o in runs]
 
 def parse_table(out):

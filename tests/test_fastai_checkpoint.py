@@ -1,42 +1,38 @@
 "The same `Checkpoint` for fastai's Learner: alone and on two ranks, in mid-epoch, between epochs, and after a signal"
 import random,shutil
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 import pytest, torch
 from fastai.basics import accuracy, DataLoader, DataLoaders, Learner
 from fastai.callback.all import CSVLogger, EarlyStoppingCallback
 from fastai.text.all import LMDataLoader
-from helpers import At, kill
 from learnerdist.all import EMA
+from learnerdist.checkpoint.checkpoint import preempted_status
 from learnerdist.checkpoint.position import set_streams,streams_now
 from learnerdist.distributed.comparison import digest
-from learnerdist.fastai import Checkpoint, Preempted, rank0_first, rank_distrib
+from learnerdist.fastai import Checkpoint
 from learnerdist.testing import run_ranks
+from test_checkpoint import Shaken, differing, resumed_everywhere, stopped
 from torch import nn
-
-class Items:
-    def __init__(self, n):
-        g = torch.Generator().manual_seed(0)
-        self.x,self.y = torch.randn(n, 6, generator=g),torch.randint(3, (n,), generator=g)
-    def __len__(self): return len(self.x)
-    def __getitem__(self, i): return self.x[i].roll(random.randint(0, 1))+.1*torch.randn(6),self.y[i]
 
 def learner(path, workers=0):
     torch.manual_seed(3)
     random.seed(3)
     path.mkdir(exist_ok=True)
-    dls = DataLoaders(DataLoader(Items(40), bs=8, shuffle=True, num_workers=workers), DataLoader(Items(16), bs=8, num_workers=0))
+    train = DataLoader(Shaken(40), bs=8, shuffle=True, num_workers=workers)
+    dls = DataLoaders(train, DataLoader(Shaken(16), bs=8, num_workers=0))
     model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(.2), nn.Linear(12, 3))
     return Learner(dls, model, loss_func=nn.CrossEntropyLoss(), metrics=accuracy, path=path, lr=.01)
 
-def fit(path, every=1, keep=100, ctx=False, cbs=(), one=True, **kw):
-    learn = learner(path, **kw)
+def fit(path, kind='', cbs=(), every=1, ctx=True):
+    learn,plain = learner(path, 2*(kind=='workers')),kind=='plain'
     stopper,ema = EarlyStoppingCallback(patience=9),EMA(.7, evaluate=True)
     cbs = [stopper, CSVLogger(), ema, *cbs]
-    if every: cbs.insert(0, Checkpoint('ckpt', every, keep, resume=one))
+    if every: cbs.insert(0, Checkpoint('ckpt', every, 100, resume=not plain))
     with learn.no_bar() if hasattr(learn, 'no_bar') else nullcontext(), learn.distrib_ctx() if ctx else nullcontext():
-        if one: learn.fit_one_cycle(2, .01, cbs=cbs)
-        else: learn.fit(2, cbs=cbs, resume=bool(every))
+        if plain: learn.fit(2, cbs=cbs, resume=bool(every))
+        else: learn.fit_one_cycle(2, .01, cbs=cbs)
         learn.validate()
     rec = learn.recorder
     return dict(model=digest(learn.model.state_dict()), opt=digest(learn.opt.state_dict()['state']), average=digest(ema.weights),
@@ -45,27 +41,19 @@ def fit(path, every=1, keep=100, ctx=False, cbs=(), one=True, **kw):
                 csv=[o.rpartition(',')[0] for o in (path/'history.csv').read_text().splitlines()],
                 hps={k:[float(o) for o in v] for k,v in getattr(rec, 'hps', {}).items()})
 
-def differing(a, b): return [k for k in a if a[k]!=b[k]]
+everywhere = partial(resumed_everywhere, fit=fit)
 
-def everywhere(path, ctx, names=None, **kw):
-    whole,found = fit(path/'whole', ctx=ctx, **kw),{}
-    if not ctx: found['plain'] = differing(whole, fit(path/'plain', None, **kw))
-    rank0_first(lambda: None)
-    for name in names or sorted(o.name for o in (path/'whole/ckpt').iterdir()):
-        if rank_distrib()==0: shutil.copytree(path/'whole/ckpt'/name, path/name/'ckpt'/name)
-        rank0_first(lambda: None)
-        found[name] = differing(whole, fit(path/name, 'epoch', ctx=ctx, **kw))
-    if 'workers' in kw: return found
-    try: fit(path/'stop', 'epoch', ctx=ctx, cbs=[At(2, kill)] if rank_distrib() in (0,1)[-1 if ctx else 0:][:1] else (), **kw)
-    except Preempted as e: found['status'] = e.code
-    rank0_first(lambda: None)
-    found['stopped'] = differing(whole, fit(path/'stop', 'epoch', ctx=ctx, **kw))
-    return found
+in_mid_epoch = 'epoch_0000-step_00000002','epoch_0001-step_00000007'
 
-@pytest.mark.parametrize('one,names,n', [(True,None,14), (False,['epoch_0000-step_00000002','epoch_0001-step_00000007'],5)])
-def test_alone(one, names, n, tmp_path):
-    found = everywhere(tmp_path, False, names, one=one)
-    assert len(found)==n and found.pop('status')==75 and not any(found.values()), found
+@pytest.mark.parametrize('kind,names,n', [('',None,11), ('plain',in_mid_epoch,2)])
+def test_alone(kind, names, n, tmp_path):
+    found = everywhere(tmp_path, kind, False, names)
+    assert len(found)==n and not any(found.values()), found
+    alone = partial(fit, kind=kind, ctx=False)
+    whole = alone(tmp_path/'whole') # is done
+    status,_,differs = stopped(tmp_path/'stop', whole, [0], 2, True, alone)
+    assert status==preempted_status and differs==[]
+    assert differing(whole, alone(tmp_path/'unsaved', every=0))==[]
 
 def texts(seed):
     random.seed(seed)
@@ -94,32 +82,30 @@ two = ['epoch_0000-step_00000002','epoch_0001-step_00000004']
 
 def rank_answers(path):
     "All that is asked of two ranks; the weights were saved by one process"
-    return dict(loads=loads(path/'alone'), plain=everywhere(path/'plain', True, two),
-                workers=everywhere(path/'workers', True, two[:1], workers=2), whole=in_global_batches(path/'whole'))
+    found = [everywhere(path/'cycle', '', True, two),everywhere(path/'workers', 'workers', True, two[:1])]
+    ended = stopped(path/'stop', fit(path/'cycle/whole'), [1], 2, True, fit)
+    return dict(loads=loads(path/'alone'), found=found, stopped=ended, whole=in_global_batches(path/'whole'))
 
 @pytest.fixture(scope='module')
 def ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp('ranks')
-    for o in ('plain','workers'): (path/o).mkdir()
-    whole = fit(path/'alone', 'epoch')['model']
+    for o in ('cycle','workers'): (path/o).mkdir()
+    whole = fit(path/'alone', every='epoch', ctx=False)['model']
     return path,whole,run_ranks(rank_answers, 2, path, timeout_s=400)
 
 def test_load_the_weights_of_a_checkpoint(ranks):
     first = ranks[2][0]['loads'][1]
     for a,b,c,*others in (o['loads'] for o in ranks[2]): assert a==c==ranks[1]!=b==first and others==[first]*2
 
-@pytest.mark.parametrize('kind', ['plain','workers'])
-def test_two_ranks(kind, ranks):
-    for found in (o[kind] for o in ranks[2]):
-        assert found.pop('status', None)==(75 if kind=='plain' else None) and not any(found.values()), found
+def test_two_ranks(ranks):
+    for o in ranks[2]:
+        for found in o['found']: assert not any(found.values()), found
+        assert o['stopped']==(preempted_status, [('epoch_0000-step_00000002','train')], [])
 
 def test_done_and_more_epochs(tmp_path, capsys):
     "With fastai's bar; what is said, and that a finished fit goes on where no schedule counts its epochs"
     def fit(path, n, one=False):
-        torch.manual_seed(3)
-        random.seed(3)
-        dls = DataLoaders(DataLoader(Items(40), bs=8, shuffle=True, num_workers=0), DataLoader(Items(16), bs=8, num_workers=0))
-        learn = Learner(dls, nn.Linear(6, 3), loss_func=nn.CrossEntropyLoss(), path=path, lr=.01)
+        learn = learner(path)
         (learn.fit_one_cycle if one else learn.fit)(n, cbs=Checkpoint('ckpt', resume=True))
         return learn
     first,again = fit(tmp_path/'a', 2),fit(tmp_path/'a', 2)
@@ -127,7 +113,8 @@ def test_done_and_more_epochs(tmp_path, capsys):
     assert 'this fit was done already, after 10 steps' in capsys.readouterr().out
     more,whole = fit(tmp_path/'a', 4),fit(tmp_path/'b', 4)
     assert 'going on in epoch 2 after step 10' in capsys.readouterr().out
-    assert list(more.recorder.values)==list(whole.recorder.values) and torch.equal(more.model.weight, whole.model.weight)
+    assert list(more.recorder.values)==list(whole.recorder.values)
+    assert digest(more.model.state_dict())==digest(whole.model.state_dict())
     fit(tmp_path/'c', 2, one=True)
     with pytest.raises(ValueError, match='for n_epoch=2, and that of this fit is for n_epoch=4'): fit(tmp_path/'c', 4, one=True)
     with pytest.raises(ValueError, match='holds checkpoints of another run'):

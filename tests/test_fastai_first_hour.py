@@ -1,10 +1,10 @@
 "What strangers ran into with fastai's Learner: an error that names the remedy, or the run of one process"
-import warnings
 from functools import partial
 from types import SimpleNamespace
 import pytest,torch
 from fastai.basics import Callback, DataLoader, DataLoaders, Learner, noop, OptimWrapper, TfmdLists
 from torch import nn
+from harness import all_warnings
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 
@@ -79,8 +79,7 @@ def sam():
 def outside():
     "In no context: each rank trains on all of the data"
     learn = learner()
-    with learn.no_bar(), warnings.catch_warnings(record=True) as ws:
-        warnings.simplefilter('always')
+    with learn.no_bar(), all_warnings() as ws:
         learn.fit(1)
     return [str(o.message) for o in ws if '[no-context]' in str(o.message)]
 

@@ -149,11 +149,6 @@ def looks(dls, W):
 @on_1_and_2
 def test_learners_on_every_kind_of_loader(Ws, found): same(of_loaders, found=found, W=Ws, tol=1e-6, lines='4')
 
-def test_a_loader_that_nothing_is_known_of_is_an_error():
-    class Own:
-        def __iter__(self): yield from [1]
-    with pytest.raises(ValueError, match='Own cannot be split.*register'): ShareDL.from_dl(Own(), 0, 2)
-
 def bag(): return Of(lambda m, x: m.out(m.emb(x).mean(1)), emb=nn.Embedding(20, 6), out=nn.Linear(6, 3)) # padding matters to it
 
 def sentences(n, seed):

@@ -11,6 +11,7 @@ from fastai.tabular.all import Categorify, TabularDataLoaders, tabular_learner
 from fastai.text.all import (AWD_LSTM, TextDataLoaders, Tokenizer, awd_lstm_lm_config, language_model_learner)
 from fastai.vision.gan import FixedGANSwitcher, GANLearner
 from torch import nn
+from harness import all_warnings
 from test_fastai import (Callback, Learner, SGD, asking, close, ctx, floats, items, make, on_1_and_2, per_rank,
                          same, state)
 from test_fastai_apps import Words, texts
@@ -99,8 +100,7 @@ def other_loaders(W, rank):
 def paths(W, rank, path):
     "Each rank has a folder of its own; the tracker reads rank 0's"
     learn = make(W, rank, metrics=[], path=path/f'own-{W}-{rank}')
-    with warnings.catch_warnings(record=True) as ws:
-        warnings.simplefilter('always')
+    with all_warnings() as ws:
         with ctx(learn, W): learn.fit(2, cbs=SaveModelCallback())
     assert any('[different-path]' in str(o.message) for o in ws)==(W>1 and rank==0) and learn.path.name==f'own-{W}-{rank}'
     return state(learn)
@@ -122,8 +122,7 @@ def test_applications(Ws, slow):
 
 def messages(func):
     "The warnings of `func()` that are fastai's of a shadowed name"
-    with warnings.catch_warnings(record=True) as ws:
-        warnings.simplefilter('always')
+    with all_warnings() as ws:
         func()
     return [str(o.message) for o in ws if 'shadowing' in str(o.message)]
 

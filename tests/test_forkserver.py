@@ -1,8 +1,8 @@
 "Ranks that are forks of the launcher's server: what they are, what is left to them, and what ends when"
-import ast,json,os,select,signal,subprocess,sys,time
+import ast,json,os,signal,subprocess,sys,time
 from pathlib import Path
 import pytest
-from helpers import environment,launch,root,start,write
+from helpers import Waiting,environment,launch,root,write
 from learnerdist.launch import forkserver
 from learnerdist.launch.forkserver import first_lines,known
 
@@ -128,62 +128,52 @@ else: raise AssertionError('a child')'''
 ends = '''import torch
 import os,sys,threading
 how, = [o for o in open('/proc/self/cmdline').read().split('\\0') if o in ('--serve','--worker')]
-with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {os.getppid()} {how}\\n')
+with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {how}\\n')
 threading.Event().wait()
 '''
 
-class Waiting:
-    "A launcher whose ranks wait"
-    def __init__(self, folder, *options):
-        self.folder,self.fifo = folder,folder/'fifo'
-        os.mkfifo(self.fifo)
-        self.fd,self.n = os.open(self.fifo, os.O_RDWR),int(options[1])
-        self.proc = start(*options, write(folder, ends), self.fifo, env=environment(MARK=str(folder)))
-    def ranks(self):
-        "(its process id, its parent's, how it started) of each, when all have begun"
-        messages = b''
-        while messages.count(b'\n')<self.n and select.select([self.fd], [], [], 120)[0]: messages += os.read(self.fd, 99)
-        return [(int(a),int(b),how) for a,b,how in map(str.split, messages.decode().splitlines())]
-    def end(self):
-        "Its exit status, which processes are left of it, and what it has said"
-        res = self.proc.result()
-        os.close(self.fd)
-        return res.returncode,left(self.folder),res.stderr
+def waiting(folder, *options): return Waiting(folder, ends, *options, env=environment(MARK=str(folder)))
 
-def left(tmp_path, timeout_s=20):
+def rank_of(run):
+    "The process id of the only rank, and how it started"
+    (pid,how), = run.lines(1)
+    return int(pid),how
+
+def left(tmp_path):
     "Processes of this run, after waiting for those that end"
     def has(o):
         try: return f'MARK={tmp_path}'.encode() in (o/'environ').read_bytes().split(b'\0')
         except OSError: return False
-    end = time.monotonic()+timeout_s
+    end = time.monotonic()+20
     while (res := [o.name for o in Path('/proc').glob('[0-9]*') if has(o)]) and time.monotonic()<end: time.sleep(.05)
     return res
 
 @pytest.mark.slow
 def test_no_rank_outlives_its_launcher(tmp_path):
-    run = Waiting(tmp_path, '--nproc', 2)
-    pids,end = [pid for pid,*_ in run.ranks()],time.monotonic()+20
+    run = waiting(tmp_path, '--nproc', 2)
+    pids,end = [int(pid) for pid,_ in run.lines(2)],time.monotonic()+20
     def parents(): return [int(Path(f'/proc/{o}/stat').read_text().rpartition(')')[2].split()[1]) for o in pids]
     while parents()!=[run.proc.pid]*2 and time.monotonic()<end: time.sleep(.01) # a rank may begin before its first parent ends
     assert parents()==[run.proc.pid]*2 # it has adopted them
     run.proc.kill()
-    assert run.end()[:2]==(-9,[])
+    assert (run.proc.wait(),left(tmp_path))==(-9,[])
 
 @pytest.mark.slow
 def test_restarts_come_from_the_server_as_long_as_it_lives(tmp_path):
     "A rank is killed; then the server and a rank; then a rank of those that were started again, and nothing is left"
-    run = Waiting(tmp_path, '--nproc', 1, '--max-restarts', 2)
-    (first,_,how), = run.ranks()
+    run = waiting(tmp_path, '--nproc', 1, '--max-restarts', 2)
+    first,how = rank_of(run)
     children = Path(f'/proc/{run.proc.pid}/task/{run.proc.pid}/children').read_text().split()
     server, = {*map(int, children)}-{first}
     for o in ('TERM','INT','HUP','USR1'): os.kill(server, getattr(signal, f'SIG{o}')) # as a batch system sends them to all
     os.kill(first, signal.SIGKILL)
-    (second,_,again), = run.ranks()
+    second,again = rank_of(run)
     os.kill(server, signal.SIGKILL)
     os.kill(second, signal.SIGKILL)
-    (third,_,last), = run.ranks()
+    third,last = rank_of(run)
     assert (how,again,last)==('--serve','--serve','--worker')
     os.kill(third, signal.SIGKILL)
-    status,others,err = run.end()
-    assert (status,others)==(137,[]), err
+    res = run.proc.result()
+    err = res.stderr
+    assert (res.returncode,left(tmp_path))==(137,[]), err
     assert err.count('rank 0 failed first: ended by SIGKILL')==3 and 'restart 1 of 2' in err and 'restart 2 of 2' in err, err

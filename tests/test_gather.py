@@ -1,10 +1,11 @@
 "`get_preds(gather=…)`: files in memory, errors, and fastai's Learner. What comes back is in test_predictions.py"
-import os,resource,tempfile,warnings
+import os,resource,tempfile
 from pathlib import Path
 import pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from test_predictions import Fn, bare_loss
+from harness import asking, error_of
+from test_predictions import bare_loss, of
 from learnerdist.all import Callback, CancelBatchException, DataLoaders, Learner, TfmdDL, group_rank, process_group
 from learnerdist.data.rows import StoredRows
 from learnerdist.testing import run_ranks
@@ -16,37 +17,24 @@ def wide(x): return x.repeat(1, 400)
 models = dict(narrow=lambda x: x*2, wide=wide)
 
 def make(name, n, bs=3, cbs=None):
-    return Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(n)), bs)]*2), Fn(models[name]), bare_loss, cbs=cbs)
+    return Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(n)), bs)]*2), of(models[name]), bare_loss, cbs=cbs)
 
 def leaves(o):
     "Nested lists of numbers, with dtypes"
     if isinstance(o, dict): return {k: leaves(v) for k,v in o.items()}
     return (str(o.dtype),o.tolist()) if isinstance(o, torch.Tensor) else [leaves(v) for v in o] if isinstance(o, (list,tuple)) else o
 
-def rank_answers():
-    "All that is asked of ranks"
-    return dict(skips=on_rank(skips), odd=rank_no_rows_in_memory(), fastai=rank_fastai(),
-                differ=[rank_differs(o) for o in ('get_preds','validate')])
-
-@pytest.fixture(scope='module')
-def ranks(): return run_ranks(rank_answers, 2, timeout_s=240)
-
-def on_rank(f, *args):
-    with process_group(), warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        return f(*args)
-
 class Skips(Callback):
     "A batch that rank 0 leaves out"
     def before_batch(self):
         if self.iter==1 and group_rank()==0: raise CancelBatchException
 
-def skips():
+def skips(W, rank, path):
     learn = make('wide', 13, cbs=[Skips()])
     with learn.distrib_ctx(): return leaves(learn.get_preds()[1])
 
-def test_a_cancelled_batch_has_no_rows(ranks):
-    for o in ranks: assert o['skips']==('torch.int64',[0,1,2,3,4,5,9,10,11,12]) # not 6, 7, 8
+def test_a_cancelled_batch_has_no_rows(found):
+    for o in found(skips, 2): assert o==('torch.int64',[0,1,2,3,4,5,9,10,11,12]) # not 6, 7, 8
 
 # --- errors -----------------------------------------------------------------------------------------------------------------
 
@@ -72,27 +60,26 @@ def fastai_learner(n, name='narrow'):
         def activation(self, o): return o.softmax(-1)
         def decodes(self, o): return o.argmax(-1)
     dl = FastaiDL([*zip(*xy(n))], bs=3, num_workers=0, device='cpu')
-    model = Fn(models[name])
+    model = of(models[name])
     model.unused = nn.Parameter(torch.zeros(1))
     return FastaiLearner(FastaiLoaders(dl, dl, device='cpu'), model, Loss(), metrics=[])
 
-def rank_fastai():
+def of_fastai(W, rank, path):
     import learnerdist.fastai # noqa: F401
     res = {}
-    with process_group():
-        for n in (13,1):
-            learn = fastai_learner(n, 'wide')
-            with learn.distrib_ctx():
-                res[n] = [leaves(learn.get_preds(with_input=True, with_decoded=True, gather=o)) for o in ('all','rank0')]
-                res[n].append(leaves(learn.get_preds(with_preds=False)))
-                with pytest.raises(ValueError, match='gather'): learn.get_preds(gather='no')
+    for n in (13,1):
+        learn = fastai_learner(n, 'wide')
+        with learn.distrib_ctx():
+            res[n] = [leaves(learn.get_preds(with_input=True, with_decoded=True, gather=o)) for o in ('all','rank0')]
+            res[n].append(leaves(learn.get_preds(with_preds=False)))
+            with pytest.raises(ValueError, match='gather'): learn.get_preds(gather='no')
     return res
 
-@pytest.mark.parametrize('kind', ['alone', 'together'])
-def test_fastais_learner(kind, ranks):
+@pytest.mark.parametrize('W', [1, 2])
+def test_fastais_learner(W, found):
     import learnerdist.fastai # noqa: F401
     want = {n: leaves(fastai_learner(n, 'wide').get_preds(with_input=True, with_decoded=True)) for n in (13,1)}
-    for r,res in enumerate([rank_fastai()] if kind=='alone' else [o['fastai'] for o in ranks]):
+    for r,res in enumerate(found(of_fastai, W)):
         for n in (13,1):
             whole,rank0,targs = res[n]
             assert same(whole, want[n]) and targs==[None,want[n][2]]
@@ -106,15 +93,14 @@ class Differs(IterableDataset):
     "Reads another number of samples on each rank, the same ones at first"
     def __iter__(self): return iter([*zip(*xy(13))][:13-4*group_rank()])
 
-def rank_differs(do):
-    with process_group():
-        learn = Learner(DataLoaders(TfmdDL(TensorDataset(*xy(4)), 2), DataLoader(Differs(), 2)), Fn(lambda x: x), bare_loss)
-        try:
-            with learn.distrib_ctx(): getattr(learn, do)()
-        except Exception as e: return str(e)
+def differs(W, rank, path):
+    learn = Learner(DataLoaders(TfmdDL(TensorDataset(*xy(4)), 2), DataLoader(Differs(), 2)), of(lambda x: x), bare_loss)
+    def evaluated(how):
+        with learn.distrib_ctx(): getattr(learn, how)()
+    return [error_of(evaluated, o) for o in ('get_preds','validate')]
 
-def test_batches_that_were_not_seen_once_are_an_error(ranks):
-    for messages in sum((o['differ'] for o in ranks), []):
+def test_batches_that_were_not_seen_once_are_an_error(found):
+    for messages in sum(found(differs, 2), []):
         assert 'evaluated 4, 2 batches, 6 in all' in messages and 'have counted 7, 5' in messages
 
 def rank_short_files():
@@ -127,16 +113,16 @@ def test_a_file_in_memory_is_no_longer_than_its_rows(): assert run_ranks(rank_sh
 
 def no_rows_in_memory(x): return dict(sparse=x.to_sparse(), quantized=torch.quantize_per_tensor(x, .1, 0, torch.qint8))
 
-def rank_no_rows_in_memory():
-    with process_group(), warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        learn = Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(7)), 3)]*2), Fn(no_rows_in_memory), bare_loss)
-        with learn.distrib_ctx(): o = learn.get_preds()[0]
-        return type(o['sparse']),o['sparse'].is_sparse,o['sparse'].to_dense(),o['quantized'].dequantize()
+def odd_tensors(W, rank, path):
+    learn = Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(7)), 3)]*2), of(no_rows_in_memory), bare_loss)
+    with learn.distrib_ctx(): o = learn.get_preds()[0]
+    return type(o['sparse']),o['sparse'].is_sparse,o['sparse'].to_dense(),o['quantized'].dequantize()
 
-def test_tensors_whose_rows_are_no_bytes(ranks):
+found = asking(alone=(skips, of_fastai, differs, odd_tensors))
+
+def test_tensors_whose_rows_are_no_bytes(found):
     x = xy(7)[0]
-    for cls,is_sparse,sparse,quantized in [rank_no_rows_in_memory(),*[o['odd'] for o in ranks]]:
+    for cls,is_sparse,sparse,quantized in found(odd_tensors, 1)+found(odd_tensors, 2):
         assert (cls,is_sparse)==(torch.Tensor,True) and torch.equal(sparse, x)
         assert torch.allclose(quantized, x, atol=.051)
 

@@ -1,5 +1,4 @@
 "`distrib_ctx(global_bs=…, max_bs=…)`: the same steps at any number of ranks, in parts of any size"
-import warnings
 from functools import cache, partial
 from itertools import count
 import pytest, torch, torch.distributed as dist
@@ -10,7 +9,7 @@ from learnerdist.distributed import profiling
 from learnerdist.data.dealing import count_parts
 from learnerdist.testing import run_ranks
 from test_scenes import same
-from harness import close
+from harness import all_warnings, close, error_of
 from helpers import Of
 from scenes import OnOneRank, adversarial, contrast, losses, make, net, normed, rank_runs, recorded, run, scene, scenes
 
@@ -114,10 +113,6 @@ class Steps(Callback):
     def after_pred(self): self.passes += 1
     def after_step(self): self.n += 1
 
-def failure(f, *args, **kw):
-    try: f(*args, **kw)
-    except Exception as e: return f'{type(e).__name__}: {e}'
-
 def gathering(): return Of(lambda m, x: m.net(x-gather_with_grad(x).mean(0)), net=net())
 
 def bad_contexts():
@@ -125,11 +120,11 @@ def bad_contexts():
     def ctx(model=net, loss=nn.MSELoss, **kw):
         learn = make(of(model, loss=loss))
         with learn.no_logging(), learn.distrib_ctx(**kw): learn.fit(1)
-    res = dict(few=failure(ctx, global_bs=1), text=failure(ctx, global_bs='256'), zero=failure(ctx, max_bs=0),
-               both=failure(ctx, global_bs=8, split_batches=True), static=failure(ctx, max_bs=4, static_graph=True),
-               whole=failure(ctx, loss=contrast, max_bs=2), gathers=failure(ctx, gathering, max_bs=2), ctx=failure(ctx, max_bs='most'))
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter('always')
+    res = dict(few=error_of(ctx, global_bs=1), text=error_of(ctx, global_bs='256'), zero=error_of(ctx, max_bs=0),
+               both=error_of(ctx, global_bs=8, split_batches=True), static=error_of(ctx, max_bs=4, static_graph=True),
+               whole=error_of(ctx, loss=contrast, max_bs=2), gathers=error_of(ctx, gathering, max_bs=2),
+               ctx=error_of(ctx, max_bs='most'))
+    with all_warnings() as messages:
         ctx(model=normed, max_bs=4)
     return dict(res, messages=' '.join(str(o.message) for o in messages))
 

@@ -56,11 +56,9 @@ def numbers(out, name='final'):
 @pytest.fixture(scope='module')
 def alone(tmp_path_factory):
     write_recipes(folder := tmp_path_factory.mktemp('alone'))
-    res = Fork(task, [str(folder/'train.py')], cwd=folder, env=environment(OMP_NUM_THREADS='1')).result()
+    res = Fork(run_target, [str(folder/'train.py')], cwd=folder, env=environment(OMP_NUM_THREADS='1')).result()
     assert res.returncode==0, res.stderr
     return numbers(res.stdout)
-
-def task(argv): run_target(argv)
 
 @pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.long]*(o in ('spawn','accelerate'))) for o in recipes])
 def test_the_same_numbers(name, alone, tmp_path):

@@ -1,21 +1,18 @@
 "Votes by sockets and by gloo: a rank that is slow, or leaves first; two learners at once; predictions and losses that travel or are kept"
 import threading
 import pytest, torch
-from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-from learnerdist.all import Callback, CancelTrainException, DataLoaders, Learner, group_rank, process_group
-from learnerdist.distributed.vote_links import SocketLinks
-from learnerdist.distributed.vote_links import GlooLinks
+import scenes
+from scenes import F32, classes, scene
+from learnerdist.all import Callback, CancelTrainException, group_rank, process_group
+from learnerdist.distributed.vote_links import GlooLinks, SocketLinks
 from learnerdist.testing import run_ranks
 
 ways = pytest.mark.parametrize('env,way', [({}, SocketLinks), (dict(LOCAL_WORLD_SIZE='1'), GlooLinks)]) # the second: as on several machines
 
-def make(n=12, f=None, cbs=None):
-    torch.manual_seed(0)
-    x,y = torch.randn(n, 3),torch.randint(4, (n,))
-    dls = DataLoaders(*[DataLoader(TensorDataset(x, y), 2)]*2)
-    return Learner(dls, f or nn.Linear(3, 4), F.cross_entropy, torch.optim.SGD, lr=.1, cbs=cbs)
+def make(n=12):
+    kw = dict(n=n, n_valid=n, bs=2, val_bs=2, shuffle=False)
+    return scenes.make(scene(ds=classes, loss=F.cross_entropy, dtype=F32, **kw))
 
 class Late:
     "Rank 1 hears what the others have told it when they have long gone on"
@@ -77,7 +74,7 @@ class Smooth(Callback):
         self.learn.loss = self.mean.mul_(.5).add_(self.learn.loss, alpha=.5)
 
 def test_a_loss_that_its_owner_writes_into():
-    plain,smooth = make(),make(cbs=Smooth)
+    plain,smooth = make(),make().add_cb(Smooth)
     for o in (plain, smooth):
         with o.no_logging(): o.fit(1)
     want,mean = [],0.

@@ -5,6 +5,7 @@ import math, random, re
 import numpy as np, pandas as pd, pytest, torch
 from torch.utils.data import (BatchSampler, ChainDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
                               SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info)
+from helpers import Stream
 from learnerdist.data.loaders import TfmdDL
 from learnerdist.data.distributed_dl import DistributedDL, in_order, is_split, reindexed, saves_place, set_epoch, shared_rng
 from learnerdist.data.dealing import epoch_order, undeal
@@ -134,10 +135,6 @@ class ShuffledThenSplit(Whole):
         info,items = get_worker_info(),np.random.permutation(self.end).tolist()
         return items if info is None else items[info.id::info.num_workers]
 
-class Nested(IterableDataset):
-    def __init__(self, inner): self.inner = inner
-    def __iter__(self): return iter(self.inner)
-
 def init_range(worker_id):
     "The idiom of torch's documentation"
     info = get_worker_info()
@@ -158,7 +155,7 @@ STREAMS = {
     'own, shuffled': (lambda n: Own(n, True), None), 'shuffled, then split': (lambda n: ShuffledThenSplit(n), None),
     'init range': (lambda n: Whole(n), init_range),
     'init seed': (lambda n: Whole(n, True), init_seed),
-    'chain': (lambda n: ChainDataset([Whole(n//2), Nested(range(n//2, n))]), None),
+    'chain': (lambda n: ChainDataset([Whole(n//2), Stream(range(n//2, n))]), None),
 }
 
 def test_streams_in_this_process():
@@ -289,23 +286,15 @@ def test_already_split(dl):
     ds.splits_by_rank = True
     assert is_split(DataLoader(ds))
 
-def test_another_kind_of_loader():
-    class Mine:
-        def __init__(self, n, idxs=None, shuffle=False): self.n,self.idxs,self.shuffle = n,idxs,shuffle
-        def __iter__(self): return iter(range(self.n) if self.idxs is None else self.idxs)
-        def __len__(self): return self.n if self.idxs is None else len(self.idxs)
-    with pytest.raises(ValueError, match='a Mine cannot be split.*register'): ranks(Mine(3), 2)
-    with pytest.raises(ValueError, match='a Mine cannot be read in order'): in_order(Mine(3))
-    with pytest.raises(ValueError, match='bs: settings of a Mine'): ranks(Mine(3), 2, bs=2)
-    @reindexed.register
-    def _(dl:Mine, dealer): return Mine(dl.n, dealer.order(range(dl.n), dl.shuffle))
-    dls = ranks(Mine(5), 2)
-    assert [list(o) for o in dls]==[[0,2,4],[1,3,0]] and [(len(o), o.n, o.n_total) for o in dls]==[(3,3,5)]*2
-
 class Plain:
     "Batches made in its own way: each rank reads all of them"
     def __iter__(self): return (torch.rand(2) for _ in range(7))
     def __len__(self): return 7
+
+def test_a_loader_of_an_unknown_kind():
+    with pytest.raises(ValueError, match='a Plain cannot be split.*register'): ranks(Plain(), 2)
+    with pytest.raises(ValueError, match='a Plain cannot be read in order'): in_order(Plain())
+    with pytest.raises(ValueError, match='bs: settings of a Plain'): ranks(Plain(), 2, bs=2)
 
 @pytest.mark.parametrize('make', [
     lambda: TfmdDL(range(20), 3, after_batch=lambda b: torch.rand(len(b))),
@@ -316,7 +305,8 @@ def test_what_is_drawn_while_a_batch_is_evaluated_does_not_depend_on_the_ranks(m
     for W,shares in enumerate(more, 2): assert shares==[one[0][r::W] for r in range(W)]
 
 @pytest.mark.parametrize('args,kw,match', [
-    ((2, 2), {}, 'rank=2 with world_size=2'), ((-1, 2), {}, 'rank=-1'), ((0, 0), {}, 'world_size=0'), ((0, 1), dict(bs=0), 'batch_size=0'),
+    ((2, 2), {}, 'rank=2 with world_size=2'), ((-1, 2), {}, 'rank=-1'), ((0, 0), {}, 'world_size=0'),
+    ((False, True), {}, 'rank=False with world_size=True'), ((0, 1), dict(bs=0), 'batch_size=0'),
     ((0, 1), dict(seed=1.5), r'seed=1\.5'), ((0, 1), dict(seed=None), 'seed=None'),
     ((0, 1), dict(btach=1), "'btach' is not a setting.*num_workers")])
 def test_bad_input(args, kw, match):
@@ -343,10 +333,12 @@ class Blocks:
 
 def test_the_example_of_contributing():
     "Training is dealt in the order of the epoch, an evaluation in whole batches in the loader's own"
-    exec(re.search(r'```python\n(@reindexed.*?)```', (root/'CONTRIBUTING.md').read_text(), re.S).group(1), globals())
+    code = re.search(r'```python\n(@reindexed.*?)```', (root/'CONTRIBUTING.md').read_text(), re.S).group(1)
+    exec(code, dict(reindexed=reindexed, in_order=in_order, Blocks=Blocks))
     for shuffle in (False,True):
-        dl = Blocks([*range(10)], range(10), 3, shuffle)
-        assert flat(ranks(dl, 2, 0))==[i for r in range(2) for i in epoch_order(10, 0, 0, shuffle=shuffle)[r::2].tolist()]
+        dl,order = Blocks([*range(11)], range(11), 3, shuffle),[*epoch_order(11, 0, 0, shuffle=shuffle).tolist(),0]
+        shares = ranks(dl, 2, 0)
+        assert flat(shares)==order[::2]+order[1::2] and [(len(o),o.n,o.n_total) for o in shares]==[(2,6,11)]*2
     dl.shuffle = False # as a loader for validation
-    assert read([DistributedDL.by_batch(dl, r, 2) for r in range(2)])==[[[0,1,2],[6,7,8]], [[3,4,5],[9]]]
+    assert read([DistributedDL.by_batch(dl, r, 2) for r in range(2)])==[[[0,1,2],[6,7,8]], [[3,4,5],[9,10]]]
     assert [*in_order(dl)]==[*dl]

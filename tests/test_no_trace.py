@@ -164,11 +164,8 @@ def snapshot_loaders(learn):
     return dict(loaders=list(learn.dls.loaders), cbs=list(learn.cbs), model=learn.model, device=learn.dls.device,
                 group=dist.is_initialized(), names=sorted({*vars(learn)}-{*run_state}))
 
-@pytest.fixture(scope='module')
-def two_ranks(): return run_ranks(rank_attach, 2)
-
-def test_attach_and_detach(two_ranks):
-    for r in two_ranks:
+def test_attach_and_detach():
+    for r in run_ranks(rank_attach, 2):
         assert 'group' in r['changed'] and 'loaders' in r['changed'] and 'cbs' in r['changed']
         assert 'already' in r['twice'] and 'already' in r['nested'] and r['still']
         assert r['left']==r['again']==[]

@@ -57,13 +57,10 @@ def test_unknown_option(bad):
         ('global_bs', 10**20, 'give the number of samples in a step'),
         ('mixed_precision', 'bf16', 'give an object, as .*learn.to_bf16()'),
         ('param_to_hook_all_reduce', 'x', 'give an object'), ('delay_all_reduce_named_params', True, 'give an object'),
-        ('broadcast_buffers', 'no', 'give True or False'))]])
+        ('broadcast_buffers', 'no', 'give True or False'), ('timeout_s', float('inf'), 'give seconds'))]])
 def test_a_wrong_value_is_named_with_its_remedy(f, arg, message):
     "In one process, too, where some have no effect: they would end a run on several, or do something else than they say"
     with pytest.raises((ValueError,AttributeError), match=message.replace('(', r'\(').replace(')', r'\)')): f(arg)
-
-def test_a_timeout_has_an_end():
-    with pytest.raises(ValueError, match='timeout_s=inf: give seconds'), make(picture()).distrib_ctx(timeout_s=float('inf')): pass
 
 def rank_plain_bn():
     "Without synchronised statistics, buffers are rank 0's where the model is evaluated"

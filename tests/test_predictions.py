@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler, get_worker_info
 from harness import asking, caught, close
+from helpers import Of
 from learnerdist.all import DataLoaders, Learner, TfmdDL, distrib_barrier
 
 def plain(o):
@@ -42,12 +43,9 @@ def preds(ctx, *args, model=linear, valid=None, train=None, loss=F.cross_entropy
 
 Pair = namedtuple('Pair', 'a b')
 
-class Fn(nn.Module):
+def of(f):
     "A model of one function, whose output depends on each sample alone"
-    def __init__(self, f):
-        super().__init__()
-        self.f = f
-    def forward(self, *args): return self.f(*args)
+    return Of(lambda m, *xs: f(*xs))
 
 def nested(x): return dict(logits=x@x.new_ones(3, 4), aux=(x[:,0], [x*2, Pair(x+1, x.sum(1).long())]))
 def n_boxes(x): return int(x[0].abs()*3)
@@ -92,14 +90,14 @@ def predictions(ctx):
     x = xy()[0]
     res = {}
     with ctx(learn): res['tensor'] = learn.predict(x[3])
-    two = make(Fn(lambda a,b: (a+1, dict(s=b.sum(1)))), loss=bare_loss)
+    two = make(of(lambda a,b: (a+1, dict(s=b.sum(1)))), loss=bare_loss)
     with ctx(two): res['tuple'] = two.predict((x[3],x[4]))
-    dicts = make(Fn(lambda b: b['x']*2), loss=bare_loss)
+    dicts = make(of(lambda b: b['x']*2), loss=bare_loss)
     with ctx(dicts): res['dict'] = dicts.predict(dict(x=x[3]))
     with ctx(learn): res['act'] = learn.predict(x[3], act=lambda o: o.softmax(-1))
-    found = make(Fn(boxes), loss=bare_loss)
+    found = make(of(boxes), loss=bare_loss)
     with ctx(found): res['boxes'] = found.predict(x[3])
-    changed = make(Fn(lambda x: x), TfmdDL(TensorDataset(*xy()), 4, after_batch=lambda b: (b[0]*10,*b[1:])), loss=bare_loss)
+    changed = make(of(lambda x: x), TfmdDL(TensorDataset(*xy()), 4, after_batch=lambda b: (b[0]*10,*b[1:])), loss=bare_loss)
     with ctx(changed): res['after_batch'] = changed.predict(x[3]),changed.get_preds()[0][3]
     return plain(res)
 
@@ -119,18 +117,18 @@ cases = dict(
     stream=lambda ctx: preds(ctx, dl=DataLoader(Stream(), 4)),
     workers=lambda ctx: preds(ctx, dl=dl(2, num_workers=2), with_input=True),
     evaluation_mode=lambda ctx: preds(ctx, model=bn_and_dropout),
-    tuple_output=lambda ctx: preds(ctx, model=Fn(lambda x: (x, x[:,0]>0, x.half(), x.long(), (9*x).short())), loss=bare_loss),
-    nested_output=lambda ctx: preds(ctx, model=Fn(nested), loss=bare_loss),
-    fewer_rows=lambda ctx: preds(ctx, model=Fn(lambda x: x[x[:,0]>0]), loss=bare_loss),
-    flattened_output=lambda ctx: preds(ctx, model=Fn(lambda x: x.reshape(-1)), loss=bare_loss),
-    packed_output=lambda ctx: preds(ctx, model=Fn(packed), loss=bare_loss),
-    number_beside_output=lambda ctx: preds(ctx, model=Fn(lambda x: (x, torch.tensor(3.), None, 'a')), loss=bare_loss),
-    boxes=lambda ctx: preds(ctx, model=Fn(boxes), loss=bare_loss),
-    list_of_boxes=lambda ctx: preds(ctx, model=Fn(box_list), loss=bare_loss),
-    detection=lambda ctx: preds(ctx, model=Fn(lambda xs: [dict(boxes=o[0]) for o in xs]), loss=bare_loss, with_input=True,
+    tuple_output=lambda ctx: preds(ctx, model=of(lambda x: (x, x[:,0]>0, x.half(), x.long(), (9*x).short())), loss=bare_loss),
+    nested_output=lambda ctx: preds(ctx, model=of(nested), loss=bare_loss),
+    fewer_rows=lambda ctx: preds(ctx, model=of(lambda x: x[x[:,0]>0]), loss=bare_loss),
+    flattened_output=lambda ctx: preds(ctx, model=of(lambda x: x.reshape(-1)), loss=bare_loss),
+    packed_output=lambda ctx: preds(ctx, model=of(packed), loss=bare_loss),
+    number_beside_output=lambda ctx: preds(ctx, model=of(lambda x: (x, torch.tensor(3.), None, 'a')), loss=bare_loss),
+    boxes=lambda ctx: preds(ctx, model=of(boxes), loss=bare_loss),
+    list_of_boxes=lambda ctx: preds(ctx, model=of(box_list), loss=bare_loss),
+    detection=lambda ctx: preds(ctx, model=of(lambda xs: [dict(boxes=o[0]) for o in xs]), loss=bare_loss, with_input=True,
                                 dl=DataLoader(Images(), 3, collate_fn=as_tuples)),
     no_targets=lambda ctx: preds(ctx, dl=DataLoader(Inputs(), 4), with_input=True),
-    texts=lambda ctx: preds(ctx, model=Fn(lengths), loss=bare_loss, dl=DataLoader(Texts(), 4), with_input=True),
+    texts=lambda ctx: preds(ctx, model=of(lengths), loss=bare_loss, dl=DataLoader(Texts(), 4), with_input=True),
     predict=predictions)
 # What draws from a random stream is compared with a context of one process, where the stream is the same
 random_cases = dict(
@@ -142,9 +140,9 @@ def alone(learn): return contextlib.nullcontext()
 
 # For rank 0 alone: wide rows, nested ones, lists, and fewer samples than ranks
 for_rank0 = dict(
-    rank0_wide=lambda ctx: preds(ctx, model=Fn(lambda x: x.repeat(1, 400)), loss=bare_loss, gather='rank0'),
-    rank0_nested=lambda ctx: preds(ctx, model=Fn(nested), loss=bare_loss, gather='rank0', with_input=True),
-    rank0_boxes=lambda ctx: preds(ctx, model=Fn(boxes), loss=bare_loss, gather='rank0'),
+    rank0_wide=lambda ctx: preds(ctx, model=of(lambda x: x.repeat(1, 400)), loss=bare_loss, gather='rank0'),
+    rank0_nested=lambda ctx: preds(ctx, model=of(nested), loss=bare_loss, gather='rank0', with_input=True),
+    rank0_boxes=lambda ctx: preds(ctx, model=of(boxes), loss=bare_loss, gather='rank0'),
     rank0_one=lambda ctx: preds(ctx, n=1, train=dl(4), gather='rank0', with_loss=True))
 
 def predicted(W, rank, path):
@@ -154,7 +152,7 @@ def streamed(W, rank, path): return [stream_preds(o) for o in (0,1,2)]
 types = torch.float32,torch.float16,torch.bfloat16,torch.bool
 def own_rows(W, rank, path):
     "Rows to which each rank has added a number: on one machine they share memory; their types"
-    learn = make(Fn(lambda x: tuple((x>0) if o is torch.bool else x.to(o) for o in types)), loss=bare_loss)
+    learn = make(of(lambda x: tuple((x>0) if o is torch.bool else x.to(o) for o in types)), loss=bare_loss)
     with learn.distrib_ctx(seed=1):
         rows,_ = learn.get_preds()
         rows[0].add_(rank+1)
@@ -190,7 +188,7 @@ def test_alone_by_hand():
     assert preds(alone, model=nn.Identity(), loss=bare_loss)==[x.tolist(), y.tolist()]
     assert preds(alone, 0, model=nn.Identity(), loss=bare_loss)==[x.tolist(), y.tolist()] # shuffled, and its last batch dropped
     assert [len(o) for o in preds(alone, 0, reorder=False)]==[12, 12]
-    got = preds(alone, model=Fn(boxes), loss=bare_loss)[0]
+    got = preds(alone, model=of(boxes), loss=bare_loss)[0]
     assert [len(o['boxes']) for o in got]==[n_boxes(o) for o in x] and len({n_boxes(o) for o in x})>3
     learn = make()
     losses = learn.get_preds(with_loss=True)[2]
@@ -206,7 +204,7 @@ def test_nothing_to_predict():
     assert learn.get_preds(with_input=True)==(None,)*3
 
 def stream_preds(workers):
-    learn = make(Fn(lambda x: x*2), valid=DataLoader(Stream(), 2, num_workers=workers), loss=bare_loss)
+    learn = make(of(lambda x: x*2), valid=DataLoader(Stream(), 2, num_workers=workers), loss=bare_loss)
     with learn.distrib_ctx(): return learn.get_preds()
 
 def test_order_of_a_stream(found):

@@ -60,12 +60,10 @@ def on_terminal(f):
         os.close(ours)
     return b''.join(got).decode()
 
-def in_terminal(learn, f): return on_terminal(lambda: f(learn))
-
 def lines_of(out): return [o.rpartition('\r')[2].rstrip() for o in out.replace('\r\n', '\n').split('\n')]
 
 def test_bar_on_a_terminal():
-    out = in_terminal(make(), lambda o: o.fit(2))
+    out = on_terminal(lambda: make().fit(2))
     assert '█' in out and '\r' in out and '100.00%' in out
     table = [o for o in lines_of(out) if o.strip()]
     assert table[0].split()[:4]==['epoch','train_loss','valid_loss','accuracy'] and [o.split()[0] for o in table[1:3]]==['0', '1']

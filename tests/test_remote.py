@@ -14,7 +14,7 @@ from learnerdist.fastai import load_learner
 from learnerdist.testing import run_ranks
 from test_files import fastai_learner
 import test_sharded as sharded
-from harness import close, in_group, needs_fsdp2
+from harness import all_warnings, close, in_group, needs_fsdp2
 from test_sharded import Net, case, make
 
 fsspec,s3fs,moto = map(pytest.importorskip, ('fsspec','s3fs','moto.server'))
@@ -180,8 +180,7 @@ def test_the_network_goes_down_at_any_call(memory, tmp_path):
     whole,ends,there = train('ck', tmp_path, **small),[],True
     while there:
         memory.store.clear()
-        with warnings.catch_warnings(record=True) as messages:
-            warnings.simplefilter('always')
+        with all_warnings() as messages:
             try: res,there = with_faults(memory, refuse, range(5*len(ends)+1, 999))
             except RemoteError: res = None
         assert {str(o.message)[:14] for o in messages}<={'[not-uploaded]'}
@@ -234,8 +233,7 @@ def goes_on(at, shard, stop=None, faults=None):
     "On a rank: the run, its warnings, and what this rank has downloaded"
     fs = as_path(at).fs
     found = Faults(fs, *(faults or {}).get(group_rank(), ()))
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter('always')
+    with all_warnings() as messages:
         res = train(at, shard=shard, stop=stop)
     return res,[str(o.message) for o in messages],[args[0].rpartition('/')[2] for k,args in found.done if k=='get_file']
 

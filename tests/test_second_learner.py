@@ -2,7 +2,7 @@
 import warnings
 from importlib.util import find_spec
 import pytest, torch
-from harness import asking, close
+from harness import all_warnings, asking, close
 from helpers import weights
 from scenes import make, scene
 from learnerdist.all import Callback
@@ -34,8 +34,7 @@ def samples(make):
 def beside(make, W, rank):
     a = make(W, rank)
     b,orders,cb = make(W, rank, a.dls),[],samples(make)
-    with warnings.catch_warnings(record=True) as ws, a.distrib_ctx(seed=1), a.no_logging(), b.no_logging():
-        warnings.simplefilter('always')
+    with all_warnings() as ws, a.distrib_ctx(seed=1), a.no_logging(), b.no_logging():
         a.fit(1)
         valid,given,preds = b.validate(),b.validate(dl=a.dls.valid),b.get_preds(reorder=False)[0]
         for _ in range(2):

@@ -1,5 +1,5 @@
 "`distrib_ctx(shard=…)`: blocks, what a model may look like, files, and the way out of the context. Trainings: test_scenes.py"
-import copy, functools, os, signal, warnings
+import copy, functools, os, signal
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 import scenes
-from harness import caught, close, in_group, needs_fsdp2
+from harness import all_warnings, caught, close, in_group, needs_fsdp2
 from helpers import At, Raise
 from scenes import F64, draws, ints, right, scene
 from learnerdist.all import *
@@ -17,6 +17,8 @@ from learnerdist.core.compat import can_group, fsdp_on_cpu
 from learnerdist.core.shards import is_sharded, load_opt, map_tensors, shard_of, full_tensor
 from learnerdist.distributed import sharded as sharded_module
 from learnerdist.testing import run_ranks
+
+pytestmark = needs_fsdp2
 
 class Layer(nn.Module):
     def __init__(self, n=5):
@@ -129,7 +131,6 @@ def rank_answers():
                 lower=[in_group(lower, o) for o in (False,True)], refusals=refusals(), muon=in_group(muon),
                 refused_within=refused_within(), offloaded=in_group(offloaded))
 
-@needs_fsdp2
 @pytest.mark.parametrize('W', [pytest.param('some', marks=pytest.mark.slow), *(pytest.param(o, marks=pytest.mark.long) for o in (1,2,3,4))])
 def test_same_run(W):
     "Some on two ranks: one of each kind. Others are shown by a page (`light`), and by test_sharded_files.py (`tied`)"
@@ -147,7 +148,6 @@ def cancelled_late(shard):
         res.append([p.detach().clone() for p in learn.model.parameters()])
     return res
 
-@needs_fsdp2
 def test_cancelled_late_with_a_norm():
     for ddp,sharded in answers('late'): close(sharded, ddp)
 
@@ -157,8 +157,7 @@ def left_by(how):
     "The model after a context that was left by an exception on one rank, or that a rank died in"
     learn = scenes.make(case(), 2)
     params = dict(learn.model.named_parameters())
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter('always')
+    with all_warnings() as messages:
         try:
             with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
                 learn.fit(1)
@@ -171,13 +170,11 @@ def left_by(how):
     with torch.no_grad(): right = how!='killed' and all(torch.equal(v, kept[k]) for k,v in learn.model.state_dict().items())
     return error,same,right,[len(p) for p in params.values()],[str(o.message) for o in messages if 'parts' in str(o.message)]
 
-@needs_fsdp2
 def test_left_by_an_exception():
     "The ranks meet again, and each has the whole weights of the moment"
     (a,*found),(b,*found2) = answers('left_by')
     assert (a,b)==('RankError','KeyError') and found[:2]==found2[:2]==[True,True] and not found[3]
 
-@needs_fsdp2
 def test_a_dead_rank_takes_its_part_along():
     found,dead = run_ranks(left_by, 2, 'killed', errors='return')
     error,same,_,sizes,messages = found
@@ -194,7 +191,6 @@ def replicated():
         about = mesh and (tuple(mesh.shape),mesh.mesh.tolist())
     return about,[p.detach().clone() for p in learn.model.parameters()]
 
-@needs_fsdp2
 def test_a_mesh_of_replicas():
     "Its rows are ranks that follow each other, as those of a machine do"
     _,want = replicated()
@@ -215,13 +211,11 @@ def muon():
     torch.manual_seed(5)
     dl = DataLoader(rows(24, torch.float32), 6)
     learn = Learner(DataLoaders(dl, dl), nn.Linear(6, 6, bias=False), F.cross_entropy, getattr(torch.optim, 'Muon', torch.optim.SGD), lr=.1)
-    with warnings.catch_warnings(record=True) as found, learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
-        warnings.simplefilter('always')
+    with all_warnings() as found, learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
         for _ in range(2): learn.fit(1)
     return [str(o.message).split()[0] for o in found]
 
 @pytest.mark.slow
-@needs_fsdp2
 @pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='a torch without Muon')
 def test_muon_is_said_once(): assert answers('muon')==[['[sharded-muon]'],[]]
 
@@ -246,7 +240,6 @@ def lower(policy):
     own,other = [p.detach() for p in learn.model.parameters()],[p.full_tensor().detach() for p in bare.parameters()]
     return own,other,learn.dtypes.seen,learn.dtypes.out,{p.dtype for p in own}
 
-@needs_fsdp2
 @pytest.mark.parametrize('policy', [False, True])
 def test_fsdps_own_mixed_precision(policy):
     "As a bare loop with the policy; weights stay float32, and by 'bf16' what the loss gets is float32"
@@ -311,7 +304,6 @@ def refusals():
             assert before==[(type(o),{*vars(o)}) for o in m.modules()] and not learn.cbs[-1].name.startswith('after_others')
     return res
 
-@needs_fsdp2
 def test_refused_with_a_remedy():
     for found in answers('refusals'): assert {k: found[k] for k,(_,_,why) in refused.items() if why not in found[k]}=={}
 
@@ -358,7 +350,6 @@ def refused_within():
             except Exception as e: messages[k] = str(e)
     return messages
 
-@needs_fsdp2
 def test_refused_within_the_context():
     for messages in answers('refused_within'):
         assert {k: messages.get(k) for k,(*_,why) in within.items() if why not in messages.get(k, '')}=={}
@@ -375,7 +366,6 @@ def offloaded():
     finally: sharded_module.offload_of,torch.distributed.fsdp.fully_shard = real,fully_shard
     return res,len(given),all(isinstance(o, CPUOffloadPolicy) for o in given)
 
-@needs_fsdp2
 def test_offloading_reaches_fsdp():
     "Every block has the policy, and the run is the same; on a CPU this moves nothing, so that `offload=True` is refused there"
     want = run(even())

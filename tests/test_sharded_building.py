@@ -99,15 +99,20 @@ class Summed:
         self.n += len(data)
         return zlib.crc32(data, *start)
 
-def read_by_rank(file, later):
-    "What a rank reads of a file by `weights=`, or in `learn.load`: KiB that it maps, KiB for the checksum"
+def read_by_rank(file, how):
+    "What a rank reads of a file by `weights=`, or in `load` of either Learner: KiB that it maps, KiB for the checksum"
+    makes = dict(weights=lambda: (sharded,learner(meta_big)), load=lambda: (saving,learner(big)), fastai=of_fastai)
     with process_group():
-        learn = learner(big if later else meta_big)
-        place = saving if later else sharded
+        place,learn = makes[how]()
         place.load_model,weights.zlib = spy,summed = Mapped(place.load_model),Summed()
-        with learn.distrib_ctx(shard=later or dict(weights=file)):
-            if later: learn.load(str(file.with_suffix('')), with_opt=False)
+        with learn.distrib_ctx(shard=dict(weights=file) if how=='weights' else True):
+            if how!='weights': learn.load(str(file.with_suffix('')), with_opt=False)
         return spy.kb,summed.n/1024
+
+def of_fastai():
+    from learnerdist.fastai import checkpoint
+    from test_fastai import make
+    return checkpoint,make(2, model=big, dtype=torch.float32)
 
 def meta_big():
     with torch.device('meta'): return big()
@@ -115,14 +120,15 @@ def meta_big():
 def big(): return nn.Sequential(*[nn.Linear(1024, 4096) for _ in range(2)]) # the system maps up to 2 MiB around what is read
 
 @needs_fsdp2
-@pytest.mark.parametrize('later', [False, True])
-def test_a_rank_reads_its_rows_of_a_file(later, tmp_path):
-    "It also reads all of it once for the checksum, without keeping it"
+@pytest.mark.parametrize('how', ['weights','load','fastai'])
+def test_a_rank_reads_its_rows_of_a_file(how, tmp_path):
+    "Our own file it also reads once for the checksum, without keeping it"
+    if how=='fastai': pytest.importorskip('fastai')
     save_sealed(big().state_dict(), tmp_path/'big.pth')
     size = (tmp_path/'big.pth').stat().st_size/1024
-    found = run_ranks(read_by_rank, 2, tmp_path/'big.pth', later)
+    found = run_ranks(read_by_rank, 2, tmp_path/'big.pth', how)
     assert all(.4*size<o<.8*size for o,_ in found), (size,found)
-    assert [round(n/size, 2) for _,n in found]==[1,1], (size,found)
+    assert how=='fastai' or [round(n/size, 2) for _,n in found]==[1,1], (size,found)
 
 def damaged(folder, names):
     messages = {}

@@ -9,10 +9,10 @@ from fastai.text.learner import TextLearner
 from harness import asking, close, needs_fsdp2
 from learnerdist.all import group_rank, process_group
 from learnerdist.core.shards import is_sharded
-from learnerdist.fastai import checkpoint
 from learnerdist.testing import run_ranks
 from test_fastai import call, cases, ctx, floats, history, make
-from test_sharded_building import Mapped
+
+pytestmark = needs_fsdp2
 
 class Resets(nn.Module):
     "Keeps its hidden state, as a language model does, until it is reset"
@@ -58,7 +58,6 @@ def of_some(W, rank, path): return {k: fitted(W, rank, *o) for k,o in all_cases(
 def of_all(W, rank, path): return {k: fitted(W, rank, *o) for k,o in all_cases(path/str(W)).items()}
 few,every = asking(of_some),asking(of_all)
 
-@needs_fsdp2
 @pytest.mark.parametrize('W,runs', [pytest.param(2, 'few', marks=pytest.mark.slow),
                                     *(pytest.param(W, 'every', marks=pytest.mark.long) for W in (2,3))])
 def test_same_run(W, runs, request):
@@ -68,25 +67,6 @@ def test_same_run(W, runs, request):
         for k in want:
             close(got[k]['state'], want[k]['state'], 1e-6 if k=='amp' else 1e-9, k)
             close(got[k], want[k], 1e-6, k)
-
-def loaded(path):
-    "KiB of a file of fastai's that are in memory when a rank loads it, its size, and whether the weights are those"
-    with process_group():
-        learn = make(2, group_rank(), lambda: nn.Sequential(*[nn.Linear(1024, 4096) for _ in range(2)]), path=path)
-        with learn.distrib_ctx(shard=True):
-            learn.create_opt()
-            file = learn.save('big')
-            before = [p.to_local().clone() for p in learn.model.parameters()]
-            for p in learn.model.parameters(): p.data.mul_(0)
-            checkpoint.load_model = spy = Mapped(checkpoint.load_model)
-            learn.load('big')
-            checkpoint.load_model = spy.f
-            now = [p.to_local() for p in learn.model.parameters()]
-        return spy.kb,file.stat().st_size/1024,all(map(torch.equal, before, now))
-
-@needs_fsdp2
-def test_a_rank_reads_its_rows_of_fastais_file(tmp_path):
-    for kb,size,equal in run_ranks(loaded, 2, tmp_path): assert equal and .4*size<kb<.8*size
 
 def refused(path):
     messages = []
@@ -99,7 +79,6 @@ def refused(path):
             except Exception as e: messages.append(str(e))
     return messages
 
-@needs_fsdp2
 def test_refused_within_the_context(tmp_path):
     for messages in run_ranks(refused, 2, tmp_path):
         assert [o.partition(':')[0] for o in messages[:3]]==['export','save to an open file','save_encoder']

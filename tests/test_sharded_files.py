@@ -11,6 +11,7 @@ import test_sharded as sharded
 from harness import close, in_group, needs_fsdp2
 from test_sharded import Net, case, context, make
 
+pytestmark = needs_fsdp2
 def net(): return Net(tied=True)
 def ahead(p, lr): return Lookahead(torch.optim.AdamW(p, lr), k=2)
 train = partial(sharded.train, model=net, opt=ahead, n_epoch=2) # of 3 steps
@@ -34,7 +35,6 @@ def two(tmp_path_factory):
 
 def sizes(folder): return {o.name: o.stat().st_size for o in folder.iterdir()}
 
-@needs_fsdp2
 def test_two_ranks_write_and_any_number_reads(two, tmp_path):
     "Bitwise on as many ranks, else within rounding: sharded, and by DDP. Each rank writes its rows"
     whole,stopped = two
@@ -49,7 +49,6 @@ def test_two_ranks_write_and_any_number_reads(two, tmp_path):
         for o in run_ranks(in_group, W, train, tmp_path/f'b{i}', how): close(o, whole, 0 if i==0 else 1e-9, f'{W}, {how}')
 
 @pytest.mark.long
-@needs_fsdp2
 @pytest.mark.parametrize('W,shard,n,others', [(3, True, 3, [(2,True),(1,False)]), (4, True, 4, [(3,True)]),
                                               (4, dict(replicas=2), 2, [(1,False)])])
 def test_written_by_more(W, shard, n, others, two, tmp_path):
@@ -59,7 +58,6 @@ def test_written_by_more(W, shard, n, others, two, tmp_path):
         shutil.copytree(tmp_path/'a', tmp_path/f'{V}')
         for o in run_ranks(in_group, V, train, tmp_path/f'{V}', how): close(o, two[0], 1e-9, f'{V}, {how}')
 
-@needs_fsdp2
 def test_a_checkpoint_of_ddp_goes_on_sharded(two, tmp_path):
     "In the background; weights alone are read by `load`"
     with pytest.raises(RanksError, match='on purpose'): run_ranks(in_group, 2, train, tmp_path/'a', False, 5)
@@ -79,7 +77,6 @@ def saved(folder, shard):
         learn.fit(1)
     return [p.detach().clone() for p in learn.model.parameters()]
 
-@needs_fsdp2
 def test_one_file_is_that_of_a_whole_model(tmp_path):
     "Byte for byte the tensors that DDP saves, shared ones shared"
     ddp,own = [run_ranks(in_group, 2, saved, tmp_path/k, k=='b')[0] for k in 'ab']
@@ -113,7 +110,6 @@ def failing(folder):
         except Exception as e: messages.append(f'{type(e).__name__}: {e}')
     return messages
 
-@needs_fsdp2
 def test_a_rank_that_cannot_write_ends_the_run(tmp_path):
     "With the cause on all ranks; the checkpoint before it is the newest, and good"
     for rank,messages in enumerate(zip(*run_ranks(failing, 2, tmp_path))):
@@ -122,7 +118,6 @@ def test_a_rank_that_cannot_write_ends_the_run(tmp_path):
         assert [o.name for o in (tmp_path/str(rank)/'ck').glob('epoch*')]==['epoch_0000-step_00000002']
         assert snapshot.newest_good(tmp_path/str(rank)/'ck').info['step']==2
 
-@needs_fsdp2
 def test_damage_is_noticed_before_it_is_read(two, tmp_path):
     whole,stopped = two
     older,newer = snapshot.snapshots(stopped/'ck')
@@ -167,7 +162,6 @@ def soak(folder, seed, rounds, background):
     return steps,run_ranks(in_group, 2, train, folder, True, every=1)
 
 @pytest.mark.slow
-@needs_fsdp2
 @pytest.mark.parametrize('seed,rounds,background', [(1,2,False), pytest.param(2, 12, False, marks=pytest.mark.long),
                                                     pytest.param(3, 12, True, marks=pytest.mark.long)])
 def test_killed_while_writing(seed, rounds, background, two, tmp_path):

@@ -1,12 +1,12 @@
 """Loaders, streams and samplers that go their own way: whole batches, streams that split themselves, counts of an epoch, lengths that are
 estimates, a sampler that looks at the training"""
-import re, warnings
+import re
 from contextlib import nullcontext
 from itertools import chain, islice
 import pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate, get_worker_info
-from harness import asking
+from harness import all_warnings, asking
 from helpers import OneFloat
 from learnerdist.all import Callback, DataLoaders, Learner, gather_objects, num_distrib, rank_distrib
 from learnerdist.data.distributed_dl import reindexed
@@ -49,8 +49,7 @@ def fit(dl, n=1, cbs=(), ctx=True):
     net,seen = nn.Linear(2, 1).double(),Seen()
     learn = Learner(DataLoaders(dl), net, nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=.1))
     context = learn.distrib_ctx(seed=1) if ctx else nullcontext()
-    with warnings.catch_warnings(record=True) as messages, context, learn.no_logging():
-        warnings.simplefilter('always')
+    with all_warnings() as messages, context, learn.no_logging():
         learn.fit(n, cbs=[seen,*cbs])
         every = sorted(sum(gather_objects(seen.seen), []))
     return net.weight.detach(),every,[str(o.message) for o in messages if o.category is UserWarning]
@@ -95,8 +94,7 @@ def evaluated(how, workers):
     "A validation loss and predictions over a stream, and whether it was found to be split"
     torch.manual_seed(0)
     learn = Learner(DataLoaders(data_loader(), DataLoader(Stream(how, N), 3, num_workers=workers)), nn.Linear(2, 1).double(), nn.MSELoss())
-    with warnings.catch_warnings(record=True) as messages, learn.distrib_ctx(seed=1), learn.no_logging():
-        warnings.simplefilter('always')
+    with all_warnings() as messages, learn.distrib_ctx(seed=1), learn.no_logging():
         loss = learn.validate()[0]
         targs = (learn.get_preds()[1]*N).round().int().flatten().tolist()
     return loss,sorted(targs),any('another first sample' in str(o.message) for o in messages)

@@ -1,16 +1,14 @@
 "One-flag fits, rates that grow with the ranks, metrics, logs, times, memory: on 2 ranks as in one process"
 import csv,sys
 from pathlib import Path
-from functools import partial
 import pytest, torch
 from torch import nn
 import scenes
 from harness import asking, close
 from scenes import F64, picture
-from helpers import flat, weights
+from helpers import weights
 from learnerdist.all import *
 from learnerdist.core.env import in_group
-from learnerdist.learner.techniques import half_type
 
 def make(dtype=F64, metrics=(), path='.', cbs=None, n=24):
     "A global batch of 8, in 3 steps an epoch"
@@ -83,11 +81,6 @@ def test_scale_goes_on_from_fit_to_fit():
     learn.fit(1, amp='bf16')
     assert learn.last_amp.state_dict()=={}
 
-@pytest.mark.parametrize('able', [True, False])
-def test_type_that_suits_a_gpu(able, monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: able)
-    assert half_type(torch.device('cuda'))==(torch.bfloat16 if able else torch.float16)
-
 # --- metrics, logs: one call on ranks ---------------------------------------------------------------------------------
 
 class Mine(LogWriter):
@@ -96,15 +89,13 @@ class Mine(LogWriter):
     def log_epoch(self, row): self.rows.append(row)
     def close(self): self.rows.append('closed')
 
-def many():
+def of_classes():
     import torchmetrics
-    of_classes = dict(task='multiclass', num_classes=3)
-    top = [AvgMetric(partial(top_k_accuracy, k=k), f'top_{k}') for k in (1,3)]
-    return [accuracy,*top,error_rate,torchmetrics.F1Score(**of_classes, average='macro'),torchmetrics.ConfusionMatrix(**of_classes)]
+    return [accuracy,torchmetrics.ConfusionMatrix(task='multiclass', num_classes=3)]
 
 def logged(W, rank, path):
     cbs = [Mine(),CSVLogger(append=True),TensorBoardLogger(),EarlyStoppingCallback('accuracy', min_delta=5., patience=2),Timer()]
-    learn = make(metrics=many(), path=path/f'logs {W}')
+    learn = make(metrics=of_classes(), path=path/f'logs {W}')
     with learn.distrib_ctx(seed=3):
         for _ in range(2): learn.fit(5, cbs=cbs)
     own = learn.path if not rank_distrib() else learn.path/'1'
@@ -116,13 +107,6 @@ def logged(W, rank, path):
 
 @pytest.fixture
 def logs(found): return found(logged, 1)[0],found(logged, 2),found.path/'logs 2'
-
-def test_metrics(logs):
-    alone,ranks,_ = logs
-    assert alone['names'][3:-1]==['accuracy','top_1','top_3','error_rate','multiclassf1score','multiclassconfusionmatrix']
-    _,_,acc,top1,top3,err,_,cm = alone['values'][-1]
-    assert acc==top1==pytest.approx(1-err) and top3==1 and sum(flat(cm))==11 and sum(cm[i][i] for i in range(3))==round(acc*11)
-    for r in ranks: close(flat(r['values']), flat(alone['values']), 1e-6)
 
 def test_early_stopping_says_when_and_why(logs):
     alone,(zero,one),_ = logs

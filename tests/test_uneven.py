@@ -1,10 +1,9 @@
 "Ranks whose training loaders end at different steps: the epoch ends for all with the first, with the same weights"
-import warnings
 from functools import partial
 import pytest, torch
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Sampler
-from harness import asking
+from harness import all_warnings, asking
 from helpers import Stream
 from scenes import Cancels, make, normed, result, scene, sgd
 from learnerdist.all import *
@@ -60,8 +59,7 @@ def fit(kind, lens, cbs=list, short=0, cycle=False, messages=None, path='.', **k
     rank = rank_distrib()
     learn = learner(loader(kind, lens[rank], rank, len(lens), short, messages), **kw)
     learn.path = path
-    with warnings.catch_warnings(record=True) as ws, learn.distrib_ctx(seed=1):
-        warnings.simplefilter('always')
+    with all_warnings() as ws, learn.distrib_ctx(seed=1):
         (learn.fit_one_cycle if cycle else learn.fit)(2, cbs=[Count(),*cbs()])
     messages = [str(w.message) for w in ws if '[uneven-epoch]' in str(w.message)]
     return dict(result(learn), counts=learn.counts, messages=messages)
