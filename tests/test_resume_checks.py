@@ -236,6 +236,21 @@ def test_one_cycle_on_another_number_of_ranks(tmp_path):
     run_ranks(one_cycle_on_ranks, 2, tmp_path/'b', True, 3)
     assert run_ranks(one_cycle_on_ranks, 1, tmp_path/'b', True, None)[0][0]==10
 
+def two_fits(path, stop=None):
+    learn = learner(path)
+    cb = Checkpoint('ckpt', 1, resume=True)
+    try:
+        with learn.distrib_ctx(seed=1, split_batches=True):
+            learn.fit(1, cbs=[cb, *([At(stop)] if stop else [])])
+            learn.fit_one_cycle(2, cbs=cb)
+    except ZeroDivisionError: pass
+    return len(learn.recorder.lrs)
+
+def test_a_schedule_after_a_fit_that_went_on_in_its_last_epoch(tmp_path):
+    "As fine_tune's, which counts the steps of whole epochs"
+    run_ranks(two_fits, 2, tmp_path, 3)
+    assert two_fits(tmp_path)==10
+
 def test_load_the_weights_of_a_checkpoint(tmp_path):
     learn = fit(tmp_path, 2)
     for o in ('ckpt', 'ckpt/epoch_0002-step_00000010', tmp_path/'ckpt'):

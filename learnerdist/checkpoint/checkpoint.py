@@ -460,6 +460,8 @@ class Checkpoint(Callback):
         if self.nested: return
         if self.at: self.arrive()
         self.phase,self.captured = 'done',None
+        dealer = getattr(self.state.loader, 'dealer', None)
+        if dealer is not None: dealer.already_read = -1,0 # the next fit asks for its length before its first epoch
         self.when.at_end(self.last is not None and self.last['phase']=='done')
         self.commit('done')
         self.files.wait()
