@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest, torch
 from fastai.basics import accuracy, DataLoader, DataLoaders, Learner
 from fastai.callback.all import CSVLogger, EarlyStoppingCallback
+from fastai.callback.core import Callback
 from fastai.text.all import LMDataLoader
 from learnerdist.all import EMA
 from learnerdist.checkpoint.checkpoint import preempted_status
 from learnerdist.checkpoint.position import set_streams,streams_now
+from learnerdist.core.lending import replaced
 from learnerdist.distributed.comparison import digest
 from learnerdist.fastai import Checkpoint
 from learnerdist.testing import run_ranks
@@ -120,6 +122,18 @@ def test_done_and_more_epochs(tmp_path, capsys):
     with pytest.raises(ValueError, match='holds checkpoints of another run'):
         learn = fit(tmp_path/'d', 1)
         learn.fit(1, cbs=Checkpoint('ckpt'))
+
+class Predicts(Callback):
+    "fastai counts steps and epochs from 0 again in such a loop"
+    within = False
+    def after_epoch(self):
+        if self.within: return
+        with replaced(self, within=True): self.learn.get_preds()
+
+def test_predictions_of_a_callback_lose_no_state(tmp_path):
+    learn = learner(tmp_path)
+    with learn.no_bar(), learn.distrib_ctx(seed=1): learn.fit(3, cbs=[Predicts(), Checkpoint('ckpt', keep=9)])
+    assert [o.name[:10] for o in sorted((tmp_path/'ckpt').iterdir())]==['epoch_0001','epoch_0002','epoch_0003']
 
 def in_global_batches(path, resume=False):
     "A fit in global batches of 12 samples, on any number of ranks"

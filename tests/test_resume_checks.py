@@ -8,7 +8,8 @@ import pytest, torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 from helpers import At
-from learnerdist.all import (Callback, Checkpoint, DataLoaders, EarlyStoppingCallback, Learner, RankError, Scheduler, TfmdDL)
+from learnerdist.all import (Callback, CancelEpochException, CancelFitException, Checkpoint, DataLoaders, EarlyStoppingCallback, Learner,
+                             RankError, Scheduler, TfmdDL)
 from learnerdist.checkpoint.callback_state import load_states,state_of_rank,states_of
 from learnerdist.checkpoint.snapshot import snapshots
 from learnerdist.distributed.comparison import digest
@@ -175,6 +176,40 @@ def test_a_fit_that_was_cancelled_stays_done(tmp_path):
     learn = fit(tmp_path, 12, cbs=[stopper()])
     assert n<9 and len(learn.recorder.values)==n and 'done already' in messages(learn)[0]
 
+class Nested(Callback):
+    "Validates in an event, and keeps the losses"
+    fit_state = 'got',
+    def __init__(self, event, order):
+        self.order,self.got = order,[]
+        setattr(self, event, self.act)
+    def act(self): self.got = [*self.got,self.learn.validate()[0]]
+
+@pytest.mark.parametrize('order', [0,950])
+@pytest.mark.parametrize('event', ['before_epoch','after_train','after_epoch'])
+def test_a_validation_that_a_callback_starts_is_not_that_of_the_epoch(event, order, tmp_path):
+    "Stopped after a state between training and validation"
+    first,cut,again = [Nested(event, order) for _ in range(3)]
+    whole = fit(tmp_path/'whole', 3, cbs=[first])
+    fit(tmp_path/'cut', 3, cbs=[cut], every=10, stop=11)
+    assert names(tmp_path/'cut')==['epoch_0001-step_00000010']
+    learn = fit(tmp_path/'cut', 3, cbs=[again], every=10)
+    assert same(learn, whole) and again.got==first.got and len(first.got)==3
+    assert [o[1:] for o in learn.recorder.values]==[o[1:] for o in whole.recorder.values]
+
+class CancelValidation(Callback):
+    def __init__(self, exc): self.exc = exc
+    def after_batch(self):
+        if not self.learn.training and self.learn.epoch==0: raise self.exc
+
+def test_a_validation_that_is_cancelled(tmp_path):
+    "Later states are those of their place; a fit stays done"
+    whole = fit(tmp_path/'whole', cbs=[CancelValidation(CancelEpochException)])
+    fit(tmp_path/'cut', every=1, stop=8, cbs=[CancelValidation(CancelEpochException)])
+    assert names(tmp_path/'cut')[-1]=='epoch_0001-step_00000007'
+    assert same(fit(tmp_path/'cut', cbs=[CancelValidation(CancelEpochException)]), whole)
+    fit(tmp_path/'fit', every=1, cbs=[CancelValidation(CancelFitException)])
+    assert names(tmp_path/'fit')[-1]=='epoch_0001-step_00000005'
+
 class Rates(Callback):
     "The learning rate of each step"
     def before_fit(self): self.learn.rates = []
@@ -201,6 +236,21 @@ def test_one_cycle_on_another_number_of_ranks(tmp_path):
     run_ranks(one_cycle_on_ranks, 2, tmp_path/'b', True, 3)
     assert run_ranks(one_cycle_on_ranks, 1, tmp_path/'b', True, None)[0][0]==10
 
+def two_fits(path, stop=None):
+    learn = learner(path)
+    cb = Checkpoint('ckpt', 1, resume=True)
+    try:
+        with learn.distrib_ctx(seed=1, split_batches=True):
+            learn.fit(1, cbs=[cb, *([At(stop)] if stop else [])])
+            learn.fit_one_cycle(2, cbs=cb)
+    except ZeroDivisionError: pass
+    return len(learn.recorder.lrs)
+
+def test_a_schedule_after_a_fit_that_went_on_in_its_last_epoch(tmp_path):
+    "As fine_tune's, which counts the steps of whole epochs"
+    run_ranks(two_fits, 2, tmp_path, 3)
+    assert two_fits(tmp_path)==10
+
 def test_load_the_weights_of_a_checkpoint(tmp_path):
     learn = fit(tmp_path, 2)
     for o in ('ckpt', 'ckpt/epoch_0002-step_00000010', tmp_path/'ckpt'):
@@ -221,13 +271,24 @@ def test_load_the_weights_of_a_checkpoint(tmp_path):
 
 # --- the state of callbacks -------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('value', [defaultdict(int), deque(), {1}, namedtuple('Pair', 'a b')(1, 2), object()])
+@pytest.mark.parametrize('value', [defaultdict(int), deque(), {1}, namedtuple('Pair', 'a b')(1, 2), object(),
+                                   np.datetime64('2026-01-01'), np.array(['a'])])
 def test_a_state_that_would_not_come_back_is_refused(value, tmp_path):
     class Odd(Callback):
         fit_state = 'value',
         def before_fit(self): self.value = value
     with pytest.raises(ValueError, match=f'odd.value: a {type(value).__name__} is no plain data: keep numbers'):
         fit(tmp_path, cbs=[Odd()])
+
+def test_numbers_of_numpy_come_back_in_their_types(tmp_path):
+    class Numbers(Callback):
+        fit_state = 'value',
+        value = [np.float32(.1),{'a': np.int64(3)},np.bool_(True),np.complex64(1+2j),np.float64(.1),np.array(2.)]
+    class Nothing(Numbers): name,value = 'numbers',None
+    fit(tmp_path, cbs=[Numbers()])
+    again = Nothing()
+    fit(tmp_path, cbs=[again])
+    assert repr(again.value)==repr(Numbers.value)
 
 class InPlace(Callback):
     "Counts in validation, in place"

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c002
 from copy import copy
 
+import numpy as np
 import torch
 from fastcore.basics import filter_values
 from fastcore.foundation import L
@@ -26,6 +27,7 @@ def unpacked(o):
     "The inverse of `to_plain(…, exact=True)`, by copy"
     kind = o.get('__type__') if isinstance(o, dict) else None
     if kind=='numpy': return o['items'].numpy().copy()
+    if kind=='number': return np.dtype(o['dtype']).type(o['items'])
     if kind=='floats': return o['items'].tolist()
     if isinstance(o, dict): return {k: unpacked(v) for k,v in o.items()}
     if isinstance(o, torch.Tensor): return o.clone()

@@ -138,6 +138,7 @@ class FitState:
         self.token = secrets.token_hex(4) # of the states of this fit, which are counted
         if self.many: self.token = broadcast_object(self.token)
         self.n_states = 0
+        self.epoch = 0 # The present one. In a loop within a fit fastai's learner counts from 0
         self.n_fit = getattr(learn, 'fits_done', 0) # Its number among the learner's, from 0
         self.config = run_config(learn, self.world)|dict(schedule=horizons(learn.cbs))
         self.loader = None # The training loader, as a `PlacedLoader`
@@ -161,7 +162,7 @@ class FitState:
         "The state besides weights and optimizer: the position, the callbacks, and this rank's own state"
         learn = self.learn
         e = self.engine
-        at = dict(phase=phase, epoch=learn.epoch+(phase=='done'), step=learn.train_iter)
+        at = dict(phase=phase, epoch=self.epoch+(phase=='done'), step=learn.train_iter)
         at |= dict(pct_train=learn.pct_train, n_epoch=learn.n_epoch, fit=self.n_fit)
         at |= dict(seed=e and e.seed, epochs_before=e and e.epochs_before, world=self.world)
         at['loss_adds_up'] = self.many and loss_over(learn).kind=='sum'
@@ -263,8 +264,14 @@ class _Early(Callback):
         self.before_epoch = owner.at_epoch
         self.before_train = owner.at_train
         self.before_batch = owner.at_batch
-        self.before_validate = owner.at_validate
         self.after_fit = owner.at_end
+
+class _Late(Callback):
+    "Calls a `Checkpoint` in events after other callbacks, which may validate in them"
+    order = Order.checkpoint_late # after all ranks have agreed
+    def __init__(self, owner):
+        self.before_epoch = owner.skip_training
+        self.after_train = owner.at_validate
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c006
 class Checkpoint(Callback):
@@ -312,13 +319,12 @@ class Checkpoint(Callback):
         self.when = When(self._plan(), self.signals)
         self.active = True
         self.nested = 0 # Loops within this fit, such as fastai's `get_preds`
-        # what the fit is doing: 'epoch', 'train', 'trained', 'validate', 'validated'
-        self.phase = None
+        self.phase = None # What the fit is doing: 'epoch', 'train', 'validate', 'done'
         self.captured = None # The state that was captured before validation
         # the positions of the newest checkpoint, and of the one that this fit will resume at
         self.last = self.at = None
         if self.state.many: runner.ballot.watcher = self
-        learn.add_cb(_Early(self))
+        learn.add_cbs([_Early(self),_Late(self)])
         resume = self.resume or self.resuming
         self.files.open(resume, 'files' in self.when.plan)
         if resume: self.restore()
@@ -405,10 +411,16 @@ class Checkpoint(Callback):
         "Between two epochs"
         if self.nested: return
         if self.at and self.at['phase']=='epoch': self.arrive()
-        self.phase = 'epoch'
-        done = self.last and (self.last['epoch'],self.last['step'])
-        if self.train_iter and done!=(self.epoch,self.train_iter): self.when.at_epoch()
+        if self.phase: self.when.at_epoch()
+        self.phase,self.captured = 'epoch',None
+        self.state.epoch = self.epoch
         self.commit('epoch')
+
+    def skip_training(self):
+        "Before an epoch, after other callbacks: the training loop is skipped if an earlier run has done it"
+        if self.nested or not self.at or self.at['phase']!='validate': return
+        self.arrive()
+        self.at_validate()
 
     def at_train(self):
         "Before a training loop: its loader is a `PlacedLoader`, at its position if the fit is resumed"
@@ -436,23 +448,19 @@ class Checkpoint(Callback):
         self.when.receive(save, stop)
         if stop and self.phase=='validate': self.commit('validate')
 
-    def after_train(self): self.phase = 'trained'
     def at_validate(self):
         "Between training and validation"
-        if self.at and self.at['phase']=='validate': # the training loop was skipped
-            self.arrive()
-            self.phase = 'trained'
-        if self.phase!='trained': return # a loop within another
         self.state.seed_moment(Moment.before_validation, self.epoch)
         self.phase,self.captured = 'validate',self.state.capture('validate')
         self.commit('validate')
-    def after_validate(self):
-        if self.active and self.phase=='validate': self.phase,self.captured = 'validated',None
 
     def at_end(self):
         "When the last epoch is over"
         if self.nested: return
         if self.at: self.arrive()
+        self.phase,self.captured = 'done',None
+        dealer = getattr(self.state.loader, 'dealer', None)
+        if dealer is not None: dealer.already_read = -1,0 # the next fit asks for its length before its first epoch
         self.when.at_end(self.last is not None and self.last['phase']=='done')
         self.commit('done')
         self.files.wait()
@@ -498,7 +506,7 @@ class Checkpoint(Callback):
         if not self.active: return
         self.active = self.resuming = False
         if self.state.many: self.state.engine.ballot.watcher = None
-        self.learn.remove_cb(_Early)
+        for o in (_Early,_Late): self.learn.remove_cb(o)
         with ExitStack() as ends: # also of a Ctrl-C while it waits
             # a process that calls functions goes on
             is_script = 'TORCHELASTIC_RESTART_COUNT' in os.environ

@@ -30,6 +30,7 @@ from ..learner.saving import in_folders
 format_version = 5 # Of a snapshot's files; other versions are not read
 
 plain_types = {type(None),bool,int,float,complex,str,bytes}
+_numbers = 'biufc' # numpy's kinds of them
 
 def are_plain(os):
     "Whether all of a list are numbers and texts, such as the losses of all steps: then it is taken in one go"
@@ -41,8 +42,10 @@ def to_plain(o, at:str, exact=False):
     kind = type(o)
     if kind in plain_types: return o
     if isinstance(o, Tensor): return o.detach() if is_sharded(o) else o.detach().as_subclass(Tensor)
-    if isinstance(o, np.generic): return o.item()
-    if isinstance(o, np.ndarray):
+    if isinstance(o, np.generic) and type(o.item()) in plain_types:
+        is_number = exact and o.dtype.kind in _numbers
+        return dict(__type__='number', dtype=o.dtype.str, items=o.item()) if is_number else o.item()
+    if isinstance(o, np.ndarray) and o.dtype.kind in _numbers:
         items = torch.from_numpy(o.copy())
         return dict(__type__='numpy', items=items) if exact else items
     is_known = kind in (dict,*containers) or not exact and isinstance(o, (dict,list,tuple,deque))

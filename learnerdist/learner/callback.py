@@ -62,6 +62,7 @@ class Order:
     checkpoint = 900
     compiled = 10**9-2
     agreement_end = 10**9
+    checkpoint_late = 10**9+.5
     timer = 10**9+1
 
 # %% ../../nbs/learner/00_callback.ipynb #c011
