@@ -241,12 +241,22 @@ def test_a_gradient_that_is_rounding():
 class Float32Only(nn.Module):
     def forward(self, x): return x @ torch.eye(8, dtype=torch.float32)
 
-def float32_only(): return learner(mlp(Float32Only()))
+class Conv(nn.Conv1d):
+    def forward(self, x): return super().forward(x[:,None])[:,0]
 
-def test_type():
-    res = verify(float32_only, steps=2)
+rows = torch.ones(4, 6)
+class OfOwnRows(Callback):
+    "Calls the model with rows that stay float32: torch's message has types in lower case"
+    def before_train(self): self.model(rows)
+
+def float32_only(): return learner(mlp(Float32Only()))
+def own_rows(): return learner(nn.Sequential(Conv(1, 1, 1), mlp()), cbs=OfOwnRows)
+
+@pytest.mark.parametrize('func', [float32_only,own_rows])
+def test_type(func):
+    res = verify(func, steps=2)
     assert res.same and res.setting.endswith('2 steps in float32') and 'not in float64' in res.notes[-1], res
-    with pytest.raises(RanksError, match='dtype|Double'): verify(float32_only, steps=2, dtype='float64')
+    with pytest.raises(RanksError, match='dtype|[Dd]ouble'): verify(func, steps=2, dtype='float64')
 
 def test_a_verdict_counts_its_steps():
     def record(n):
