@@ -220,6 +220,8 @@ class SelfCheck:
         if whole.loss is not None and not whole.loss_draws:
             kind = losses.follows(whole.numbers, [*numbers.values()], losses.tolerance(whole.loss))
         if whole.says and kind!='other': kind = 'items'
+        if kind=='other' and alike and not training: # in training a model may count over all ranks, as DETR does
+            kind = self._compare(every, *parts, training=True, alike=True).kind or kind
         return Found(kind, mixes, self._unused(whole.loss, every))
 
     def _unused(self, loss, b):
@@ -241,7 +243,8 @@ class SelfCheck:
         if is_unknown and kind:
             losses.set_loss_over(learn, MeanOver('samples' if kind=='other' else kind))
         if unused: self.engine.replica.set_aside(unused, findings)
-        name = getattr(learn.loss_func, '__name__', type(learn.loss_func).__name__)
+        func = get_model(learn.model) if learn.loss_func is None else learn.loss_func
+        name = getattr(func, '__name__', type(func).__name__)
         if mixes:
             model = type(get_model(learn.model)).__name__
             findings('mixes-samples', _mixes.format(model, group_size()))
