@@ -41,7 +41,7 @@ _size = 1024
 def sketch(t:Tensor)->tuple:
     """A short vector for `t`, of up to 1024 numbers, float64, on the CPU, and a hash of its bits. The distance of two
     vectors is about that of their tensors; up to 1024 elements it is exact"""
-    t = full_tensor(t).detach().to_dense().flatten().cpu()
+    t = full_tensor(t).detach().to_dense().flatten().cpu().as_subclass(Tensor) # of fastai's types, too
     bits,t = tensor_hash(t).item(),t.double()
     if len(t)<=_size: return t.clone(),bits
     draw = torch.Generator().manual_seed(len(t))
@@ -70,13 +70,16 @@ def is_steady(dl)->bool:
     return keys[0]==keys[1]
 
 # %% ../nbs/02_verify.ipynb #fa951e02
+def optimized(learn)->list:
+    "The parameters of the optimizer"
+    return [*chain.from_iterable(g['params'] for g in learn.opt.param_groups)]
+
 def trained(learn)->dict:
     "From names to parameters: those of the model, of the loss, and any other that the optimizer trains"
     params = dict(get_model(learn.model).named_parameters())
     if isinstance(learn.loss_func, nn.Module): params |= learn.loss_func.named_parameters(prefix='loss_func')
     known = {*map(id, params.values())}
-    others = []
-    for g in learn.opt.param_groups: others += [p for p in g['params'] if id(p) not in known]
+    others = [p for p in optimized(learn) if id(p) not in known]
     return params | {f'opt[{i}]': p for i,p in enumerate(others)}
 
 def kept(learn)->dict:
@@ -220,7 +223,8 @@ class Last(Callback):
     def before_train(self): self.record.rows,self.record.shapes = [],[]
     def before_batch(self):
         if not self.training: return
-        if not self.rec['n_batches']: self.record.add('start', trained(self.learn))
+        first_part = not self.rec['n_batches'] and not self.learn.runner.loop.step.i
+        if first_part: self.record.add('start', trained(self.learn))
         self.rec['edits'] |= row_keys((*self.learn.xb,*self.learn.yb))!=self.record.loaded
 
     def before_step(self):
@@ -238,7 +242,9 @@ class Last(Callback):
         record = self.record
         params = trained(self.learn)
         record.add('buffers', dict(get_model(self.learn.model).named_buffers()))
-        record.add('gradients', {k: p.grad for k,p in params.items() if p.grad is not None})
+        # others, such as those of a net in the loss, get a gradient that nobody uses
+        used = {*map(id, optimized(self.learn))}
+        record.add('gradients', {k: p.grad for k,p in params.items() if p.grad is not None and id(p) in used})
         record.add('weights', params)
         self.rec['rows'].append(record.rows)
         self.rec['shapes'].append(record.shapes)
@@ -441,7 +447,8 @@ def likely(d, alone, ranks):
     elif not is_padded and sorted(got)!=sorted(want):
         yield 'other samples: data, a split or an order is drawn without a seed, or comes from a set'
     if start: yield f'{start}: other weights before the first step: code that depends on the rank'
-    if alone['dtype']=='float64' and d.by<1e-6:
+    most = max([o.by for o in differences(alone, ranks) if o.kind in kinds])
+    if alone['dtype']=='float64' and most<1e-6:
         yield 'rounding: a tensor of the script, such as class weights, stays float32 (--dtype float32)'
     if d.kind=='buffers':
         yield f"{d.name}: a module computes it from each rank's samples (BatchNorm: sync_bn=False?)"
@@ -470,7 +477,7 @@ def verify(
     run = partial(_compare, target, args, timeout_s, nproc, steps)
     try: return run(dtype or 'float64', dtype or 'keep')
     except (RanksError,NoRun) as e:
-        if dtype or not re.search('dtype|Double|Float|Half|float64|expected scalar type', str(e)): raise
+        if dtype or not re.search('dtype|double|float|half|scalar type', str(e), re.I): raise
     res = run('keep', 'keep')
     res.notes.append('not in float64, in which it cannot be run')
     return res

@@ -1,11 +1,12 @@
 "What fastai has no equivalent of, on its learner: torch's schedulers, scaled rates, hooks, top-k files, times, batch sizes"
-import contextlib
+import contextlib, warnings
 from functools import partial
 from pathlib import Path
 import pytest, torch
 from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 from fastai.basics import AvgMetric, Callback, SGD
+from fastai.callback.hook import hook_output
 from scenes import picture
 from test_fastai_scenes import fastais
 from learnerdist.core.env import num_distrib,rank_distrib
@@ -56,6 +57,27 @@ def test_fastais_learner(tmp_path):
         assert [o==o for o in got[0]]==[True,False,False] and got[0][0]==pytest.approx(diverges[0][0]) and got[1].isfinite().all()
         torch.testing.assert_close(got[1], diverges[1], atol=1e-9, rtol=1e-9)
         assert res['plain']['files']==want['plain']['files'] and not torch.equal(res['bf16']['weights'], res['plain']['weights'])
+
+class Skip(nn.Module):
+    "As fastai's U-Net, it reads what a hook has kept of a layer"
+    def __init__(self):
+        super().__init__()
+        self.body,self.head = nn.Sequential(nn.Flatten(), nn.Linear(16, 6)),nn.Linear(6, 3)
+        self.kept = hook_output(self.body, detach=False)
+    def forward(self, x):
+        self.body(x.float())
+        return self.head(self.kept.stored)
+
+def squares(p, y): return ((p-nn.functional.one_hot(y, 3))**2).sum()/len(y)
+def skips():
+    learn = make()
+    learn.model,learn.loss_func,learn.metrics = Skip(),squares,[]
+    with warnings.catch_warnings(record=True) as seen, learn.no_logging(), learn.distrib_ctx(seed=3):
+        warnings.simplefilter('always')
+        learn.fit(1)
+    return [str(o.message) for o in seen if str(o.message)[:1]=='[']
+
+def test_a_loss_is_checked_where_the_model_reads_hooks(): assert run_ranks(skips, 2)==[[],[]]
 
 def test_fastais_own_optimizers_are_of_another_kind():
     learn = make()

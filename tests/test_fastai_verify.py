@@ -1,6 +1,7 @@
 "`verify` on fastai's own Learner"
 import pytest,torch
 from fastai.basics import accuracy, CrossEntropyLossFlat, DataLoader, DataLoaders, Learner, RocAuc, TensorBase
+from fastai.layers import ToTensorBase
 from fastai.callback.all import CSVLogger, GradientAccumulation, MixUp, SaveModelCallback
 from torch import nn
 import learnerdist.fastai # noqa: F401
@@ -35,9 +36,14 @@ def dropped():
     learn.model = nn.Sequential(*learn.model[:3], nn.Dropout(.5), learn.model[3])
     learn.dls = DataLoaders(*[DataLoader([(TensorBase(x),y) for x,y in data(n)], bs=4) for n in (48,13)])
     with learn.distrib_ctx(seed=1): learn.fit(1)
+def of_a_type():
+    "Predicts a tensor of a class of fastai's, as `DynamicUnet` does"
+    learn = learner()
+    learn.model.append(ToTensorBase())
+    return learn
 def rooted(p, y): return ((p-nn.functional.one_hot(y, 3))**2).mean().sqrt()
 def no_mean(): return learner(rooted)
-@pytest.mark.parametrize('func', [logged,*(pytest.param(o, marks=pytest.mark.long) for o in (accumulating,of_torch))])
+@pytest.mark.parametrize('func', [logged,of_a_type,*(pytest.param(o, marks=pytest.mark.long) for o in (accumulating,of_torch))])
 def test_same(func):
     res = verify(func, steps=3)
     assert res.same and max(res.largest[k].by for k in ('gradients','weights','predictions'))<1e-11, res

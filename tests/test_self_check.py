@@ -52,10 +52,17 @@ def detects(m, x, y):
     return dict(boxes=((out-y)**2).mean(1).mean(), classes=out.abs().sum(1).mean()) if m.training else [dict(box=o) for o in out]
 def of_detector(losses, *_): return sum(losses.values())
 def twice(b): return torch.stack([o[0] for o in b]),torch.stack([o[1] for o in b]),torch.stack([o[1] for o in b])
-def detector():
+def detector(forward=detects, loss=of_detector):
     dls = DataLoaders(DataLoader(data(), size(), shuffle=True, collate_fn=twice))
     dls.n_inp = 2
-    return Learner(dls, Of(detects, net=net()), of_detector, sgd)
+    return Learner(dls, Of(forward, net=net()), loss, sgd)
+
+def detr(m, x, y):
+    "As DETR: in training it divides by a mean over ranks"
+    out,n = m.net(x),y.abs().sum()
+    if m.training: n = all_sum(n)/(num_distrib() or 1)
+    return dict(loss=((out-y)**2).sum()/n)
+def counts_over_ranks(): return detector(detr, None)
 
 def with_input(m, x):
     x = x.requires_grad_()
@@ -177,7 +184,7 @@ class WithLoss(nn.Module):
 def given(out, y): return out['loss']
 def batch_mean(p, t): return 2*((p-t)**2).mean()
 
-ordinary = [triplets,written_triplets,detector,gradient_penalty,autoencoder,reshaped,stream,masked,counting,keeps,
+ordinary = [triplets,written_triplets,detector,counts_over_ranks,gradient_penalty,autoencoder,reshaped,stream,masked,counting,keeps,
             spoken,normalised,masks,global_mean,mean_of_a_stream]
 
 def of_some(p, t): return F.mse_loss(p[t[:,0]>0], t[t[:,0]>0])

@@ -119,6 +119,20 @@ class Unfreezes(Callback):
     def before_train(self):
         if self.epoch: get_model(self.model)[0].requires_grad_(True)
 
+class Grows(Callback):
+    "Adds what is no mean over samples, a little at first"
+    def after_loss(self): self.learn.loss_grad = self.loss_grad+1e-7*20**self.train_iter*self.loss_grad**2
+def growing(): return learner(cbs=Grows)
+
+class Critic(Callback):
+    "Trains a module of the loss, in each part of a step"
+    run_valid = False
+    def before_fit(self): self.opt_critic = torch.optim.SGD(self.loss_func.parameters(), lr=.1)
+    def after_pred(self):
+        self.loss_func(self.pred.detach(), self.y).backward()
+        self.opt_critic.step()
+def with_critic(): return learner(mlp(nn.Dropout(.4)), Perceptual(), cbs=Critic)
+
 class OwnStep(Callback):
     "Centers of classes with an optimizer of their own"
     def __init__(self, centers): self.centers,self.opt_centers = centers,torch.optim.SGD(centers.parameters(), lr=.5)
@@ -139,6 +153,14 @@ def remedied():
                     splitter=lambda m: [*m.parameters()])
     return learn
 
+class Perceptual(nn.Module):
+    "Compares what a net makes of predictions. The net is trained by nobody, and not frozen"
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(3, 4)
+    def forward(self, p, y): return nn.functional.mse_loss(self.net(p), self.net(nn.functional.one_hot(y, 3).to(p)))
+def perceptual(): return learner(loss=Perceptual())
+
 def one_batch_of_validation(): return learner(valid=TfmdDL(data(5), 8)) # rank 1 has none
 
 # --- the verdicts ------------------------------------------------------------------------------------------------------------
@@ -151,7 +173,7 @@ def words():
     assert torch.backends.cudnn.deterministic # else a GPU's convolutions are not even the same twice
     return learner(OfWords(), opt_func=torch.optim.SGD)
 
-@pytest.mark.parametrize('f', [two_fits,remedied,batch_metric,augmented,one_batch_of_validation,words])
+@pytest.mark.parametrize('f', [two_fits,remedied,batch_metric,augmented,one_batch_of_validation,words,perceptual])
 def test_same(f):
     res = verify(f)
     assert res.same and res.first is None and str(res).splitlines()[-1].startswith('The same: 2 processes and one'), res
@@ -233,6 +255,14 @@ def adam():
     nn.init.zeros_(model[0].bias)
     return learner(model, opt_func=torch.optim.Adam)
 
+def test_what_grows_is_no_rounding():
+    res = verify(growing, steps=6)
+    assert not res.same and res.first.by<1e-6 and 'rounding' not in str(res), res
+
+def test_the_start_is_that_of_the_first_part():
+    res = verify(with_critic, steps=2)
+    assert not res.same and 'other weights' not in str(res) and '[ranks-differ] loss_func.net' in res.causes[0], res
+
 def test_a_gradient_that_is_rounding():
     "That of a bias before BatchNorm is zero but for rounding, of which Adam makes steps"
     res = verify(adam, steps=4)
@@ -241,12 +271,22 @@ def test_a_gradient_that_is_rounding():
 class Float32Only(nn.Module):
     def forward(self, x): return x @ torch.eye(8, dtype=torch.float32)
 
-def float32_only(): return learner(mlp(Float32Only()))
+class Conv(nn.Conv1d):
+    def forward(self, x): return super().forward(x[:,None])[:,0]
 
-def test_type():
-    res = verify(float32_only, steps=2)
+rows = torch.ones(4, 6)
+class OfOwnRows(Callback):
+    "Calls the model with rows that stay float32: torch's message has types in lower case"
+    def before_train(self): self.model(rows)
+
+def float32_only(): return learner(mlp(Float32Only()))
+def own_rows(): return learner(nn.Sequential(Conv(1, 1, 1), mlp()), cbs=OfOwnRows)
+
+@pytest.mark.parametrize('func', [float32_only,own_rows])
+def test_type(func):
+    res = verify(func, steps=2)
     assert res.same and res.setting.endswith('2 steps in float32') and 'not in float64' in res.notes[-1], res
-    with pytest.raises(RanksError, match='dtype|Double'): verify(float32_only, steps=2, dtype='float64')
+    with pytest.raises(RanksError, match='dtype|[Dd]ouble'): verify(func, steps=2, dtype='float64')
 
 def test_a_verdict_counts_its_steps():
     def record(n):

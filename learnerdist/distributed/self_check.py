@@ -71,20 +71,20 @@ def collated(learn, items:list):
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc09b
 def _quiet(model, training):
-    "In evaluation, or in training without dropout; without hooks, and without what changes a weight"
+    "In evaluation, or in training without dropout; without a user's hooks, and without what changes a weight"
     for m in model.modules():
         m.training = training and not isinstance(m, (BatchNorm,Dropout))
         own = vars(m)
         own[compiled_call] = None
         for k,v in own.items():
-            # weight_norm is one of torch's
-            if k.endswith('_hooks') and isinstance(v, dict): own[k] = OrderedDict(filter_values(v, _is_torchs))
+            # weight_norm is one of torch's; fastai's U-Net reads what hooks have kept
+            if k.endswith('_hooks') and isinstance(v, dict): own[k] = OrderedDict(filter_values(v, _is_of_library))
         if isinstance(m, BatchNorm) and m.running_mean is None:
             like = next(m.parameters(), torch.zeros(0))
             m.running_mean = like.new_zeros(m.num_features)
             m.running_var = like.new_ones(m.num_features)
 
-def _is_torchs(f): return (getattr(f, '__module__', None) or type(f).__module__).startswith('torch.')
+def _is_of_library(f): return (getattr(f, '__module__', None) or type(f).__module__).startswith(('torch.','fastai.'))
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc09
 class Computed(NamedTuple):
@@ -220,6 +220,8 @@ class SelfCheck:
         if whole.loss is not None and not whole.loss_draws:
             kind = losses.follows(whole.numbers, [*numbers.values()], losses.tolerance(whole.loss))
         if whole.says and kind!='other': kind = 'items'
+        if kind=='other' and alike and not training: # in training a model may count over all ranks, as DETR does
+            kind = self._compare(every, *parts, training=True, alike=True).kind or kind
         return Found(kind, mixes, self._unused(whole.loss, every))
 
     def _unused(self, loss, b):
@@ -241,7 +243,8 @@ class SelfCheck:
         if is_unknown and kind:
             losses.set_loss_over(learn, MeanOver('samples' if kind=='other' else kind))
         if unused: self.engine.replica.set_aside(unused, findings)
-        name = getattr(learn.loss_func, '__name__', type(learn.loss_func).__name__)
+        func = get_model(learn.model) if learn.loss_func is None else learn.loss_func
+        name = getattr(func, '__name__', type(func).__name__)
         if mixes:
             model = type(get_model(learn.model)).__name__
             findings('mixes-samples', _mixes.format(model, group_size()))
