@@ -2150,6 +2150,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'learnerdist/distributed/vote_links.py'),
                                                     'learnerdist.distributed.vote_links.Links.__init__': ( 'distributed/vote_links.html#links.__init__',
                                                                                                            'learnerdist/distributed/vote_links.py'),
+                                                    'learnerdist.distributed.vote_links.Links._check_phases': ( 'distributed/vote_links.html#links._check_phases',
+                                                                                                                'learnerdist/distributed/vote_links.py'),
                                                     'learnerdist.distributed.vote_links.Links.after': ( 'distributed/vote_links.html#links.after',
                                                                                                         'learnerdist/distributed/vote_links.py'),
                                                     'learnerdist.distributed.vote_links.Links.before': ( 'distributed/vote_links.html#links.before',

@@ -284,8 +284,8 @@ def _print_once(store, key, what):
 running = ContextVar('running', default=None)
 
 class Waits:
-    """Prints on stderr what the main thread waits for, after some seconds. In a training batch ranks that have cancelled
-    are answered before a collective"""
+    """Prints on stderr what the main thread waits for, after some seconds. In a training batch ranks that have
+    cancelled are answered before a collective"""
     after_s = 5
     what = '' # The collective, or the vote, that it is in
     since = 0.

@@ -300,7 +300,8 @@ class TrainingLoop(Loop):
         # any number that all ranks know will do; with the samples of this step there is mostly nothing to correct
         self.scale = float(n or self.source.full)
         # what a callback accumulates in its own way has its scale already; with `max_bs` ranks have added up a group's
-        if self.by_parts or self.weighs and self.replica is not None and not self.accumulation.begun: self._keep_earlier(step)
+        own = self.weighs and self.replica is not None and not self.accumulation.begun
+        if self.by_parts or own: self._keep_earlier(step)
         return step,batches
 
     def _only_part(self, i, b)->tuple:

@@ -84,7 +84,7 @@ class Links:
         finally: waits.what = ''
         self.waited += perf_counter()-start
         at = rows[::_size]
-        if at.count(at[0])<len(at) and {*at}-{Phase.late_cancel} not in _answers: raise self.diverged(list(at[-self.rank:]+at[:-self.rank]))
+        if at.count(at[0])<len(at): self._check_phases([*at[-self.rank:],*at[:-self.rank]])
         i = _size*(-self.rank%self.world_size) # they are stored as this rank's, the next rank's, …
         rows = rows[i:]+rows[:i]
         res = []
@@ -107,6 +107,10 @@ class Links:
         "The rows that all ranks have posted. Sync point, if they have not travelled yet"
         if self.posted is not None: self.meet()
         return self.rows
+
+    def _check_phases(self, at):
+        "RanksDiverged for ranks in other phases, but where the others answer one at a late cancel"
+        if {*at}-{Phase.late_cancel} not in _answers: raise self.diverged(at)
 
     def diverged(self, at):
         "The error for ranks in the phases `at`, with each rank's line of the user's code"
