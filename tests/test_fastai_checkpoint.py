@@ -148,8 +148,11 @@ def in_global_batches(path, resume=False):
     return dict(weight=learn.model.weight.tolist(), losses=[float(o) for o in rec.losses], lrs=list(rec.lrs), iters=list(rec.iters),
                 values=[list(o) for o in rec.values])
 
-def test_go_on_in_mid_epoch_on_another_number_of_ranks(ranks, tmp_path):
-    whole = ranks[2][0]['whole']
-    shutil.copytree(ranks[0]/'whole/ckpt/epoch_0001-step_00000006', tmp_path/'ckpt/epoch_0001-step_00000006')
+@pytest.mark.parametrize('W', [1,2])
+def test_go_on_in_mid_epoch_on_another_number_of_ranks(W, ranks, tmp_path):
+    path,_,found = ranks
+    path = path/'whole' if W==2 else tmp_path/'one'
+    whole = found[0]['whole'] if W==2 else run_ranks(in_global_batches, 1, path)[0]
+    shutil.copytree(path/'ckpt/epoch_0001-step_00000006', tmp_path/'ckpt/epoch_0001-step_00000006')
     for again in run_ranks(in_global_batches, 3, tmp_path, True):
         for k,v in whole.items(): torch.testing.assert_close(torch.tensor(again[k]), torch.tensor(v), rtol=1e-6, atol=1e-6)

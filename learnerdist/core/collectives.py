@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .compat import tree_leaves,tree_map
-from .env import current_group,group_rank,group_size,in_group,next_phase,waits
+from .env import current_group,group_rank,group_size,in_group,is_whole,next_phase,waits
 from .stacks import need
 
 # %% ../../nbs/core/02_collectives.ipynb #c005
@@ -33,15 +33,16 @@ def by_gloo(device:torch.device)->bool:
 # %% ../../nbs/core/02_collectives.ipynb #c005b
 def distrib_barrier():
     "Wait until every rank has made this call. Collective; does nothing without a process group"
-    if not in_group(): return
+    if not in_group() or is_whole(): return
     next_phase()
     with waits('distrib_barrier'): gather_alike(torch.zeros(1)) # which waits for a device
 
 def all_sum(
     t:Tensor # Any shape; shape and dtype are the same on every rank
 )->Tensor:   # The sum over ranks, in `t`'s shape and on its device; `t` itself without a group
-    "Sum of `t` over ranks, on every rank (an all-reduce). Collective; `t` is not changed"
-    if group_size()<2: return t
+    """Sum of `t` over ranks, on every rank (an all-reduce). Collective; `t` is not changed. In a batch of evaluation it
+    is `t`, as other collectives are those of one process: a rank has the whole batch, and others may have none"""
+    if is_whole(): return t
     res = carried(t.clone())
     with waits('all_sum'): dist.all_reduce(res, group=current_group())
     return res.to(t.device)
@@ -91,7 +92,8 @@ def gather_objects(
 )->list: # One object for each rank; the same list on every rank. With `dst`: of None on the others
     """The objects of all ranks in rank order, on every rank (an all-gather), or on one; tensors of a device arrive on
     the CPU. Collective; `[o]` without a process group"""
-    if (n := group_size())<2: return [o]
+    if is_whole(): return [o]
+    n = group_size()
     pickled = bytearray(pickle.dumps(to_host(o)))
     with waits('gather_objects'): rows = gather_rows(torch.frombuffer(pickled, dtype=torch.uint8), dst)
     return [None]*n if rows is None else [pickle.loads(row.numpy().tobytes()) for row in rows]
@@ -100,7 +102,7 @@ def broadcast_object(
     o,    # Any object that pickles; only rank 0's is used
 ):
     "Rank 0's `o`, on every rank; tensors of a device arrive on the CPU. Collective"
-    if group_size()<2: return o
+    if is_whole(): return o
     res = [to_host(o)]
     with waits('broadcast_object'): dist.broadcast_object_list(res, src=0, group=current_group())
     return res[0]

@@ -512,6 +512,7 @@ class Engine(Runner):
 
     def end_fit(self):
         "Remove the replica, and give the BatchNorm layers their own class back"
+        self.loop.end_running()
         self.loop = Loop()
         if self.replica is not None: self.replica.undo()
         self.replica = None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.collectives import all_sum,gather_alike,gather_rows
 from ..core.compat import tree_leaves
-from ..core.env import group_rank,group_size,running,waits,wide_dtype
+from ..core.env import group_rank,group_size,is_whole,running,waits,wide_dtype
 from ..core.random import Moment,rng_state,set_rng_state
 from ..core.stacks import need
 from ..data.dealing import parts_in_use
@@ -119,7 +119,7 @@ def gather_with_grad(
     Sync point, also in the backward pass"""
     loop = running.get()
     if loop is not None: need(not loop.by_parts, _at_once, max_bs=loop.engine.opts.max_bs)
-    if group_size()<2 or loop is None and not torch.is_grad_enabled(): return t
+    if is_whole() or loop is None and not torch.is_grad_enabled(): return t
     counts = loop is None or loop.part.why is None
     return _Gather.apply(t if counts else t[:0])
 
@@ -188,6 +188,7 @@ class Loop(LocalLoop):
         self.n_steps = 0 # Training batches so far, with the present one
         self.part = None # Of a training step, that is computed now
         self.evaluation = None # `Evaluation`, of what is measured
+        self.outer = None # The loop in whose batch this one runs
 
     def begin_batch(self):
         "Before a batch, before other callbacks"
@@ -204,6 +205,10 @@ class Loop(LocalLoop):
         "This rank leaves the loop, or one around it, by a Cancel exception"
         self.step = None
         self.part = None
+        self.end_running()
+    def end_running(self):
+        "It computes no batch any more"
+        if running.get() is self: running.set(self.outer)
     def end(self): "After the loop, before other callbacks"
 
 # %% ../../nbs/distributed/09_loops.ipynb #lo013
@@ -220,7 +225,10 @@ class EvaluationLoop(Loop):
         if e.sharded: e.sharded.begin_batch()
         e.ballot.phase = Phase.valid_batch
         e.seed_streams(self.evaluation.number(i), Moment.valid_batch)
-        yield b
+        self.outer = running.get()
+        running.set(self)
+        try: yield b
+        finally: self.end_running()
 
     def check_batch(self):
         "Before its forward pass, after other callbacks"
@@ -282,14 +290,14 @@ class TrainingLoop(Loop):
 
     def parts(self, i:int, b):
         "The parts of batch `i` that are this rank's, one after the other: batches of the learner"
-        outer = running.get()
+        self.outer = running.get()
         running.set(self)
         try:
             step,batches = self._begin_step(i, b)
             for step.i,b in enumerate(batches): yield self._begin_part(step, i, b)
             self.part = None
             if self.links is None: self._leave_step(step)
-        finally: running.set(outer)
+        finally: self.end_running()
 
     def _begin_step(self, i, b)->tuple: # the step, and the batches of its parts
         self.ballot.phase = Phase.train_batch

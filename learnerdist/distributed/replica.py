@@ -286,7 +286,7 @@ def average_grads(
     """Average gradients of a callback's own loss over ranks, weighted by the items of their batches; what has none on
     all stays without. Sync point"""
     loop = running.get()
-    if loop is None: return sum_grads(params, 1/group_size())
+    if loop is None or not loop.training: return sum_grads(params, 1/group_size())
     if weighed:
         own = {*map(id, loop.params())} # these have been averaged
         return sum_grads([p for p in params if id(p) not in own], loop.remaining_scale())

@@ -351,10 +351,7 @@ class DistributedTrainer(Adapter):
         if self.measured(): found.put_together()
     def end_train(self):
         "At the end of a training loop, however it was left: the recorder gets the losses of all ranks. Sync point"
-        many = self.engine.links is not None # else there may have been more ranks in this epoch, before a restart
-        ends = self.engine.end_training() if many else self.losses.steps
-        if ends and 'recorder' in vars(self.learn): self.record()
-        if not many: self.losses.steps = []
+        if self.engine.end_training() and 'recorder' in vars(self.learn): self.record()
     def after_fit(self):
         if self.trained: self.engine.loaders.epochs_before += self.n_epoch
         self.trained = False
@@ -391,8 +388,7 @@ class DistributedTrainer(Adapter):
         if not self.training: return
         # which it reads later in this event
         if self.engine.loop.evaluation: self._measure()
-        # steps: before a restart
-        if self.engine.links or self.engine.by_parts or self.losses.steps: self.losses.add(self.has_loss)
+        self.losses.add(self.has_loss)
     def _measure(self):
         "Let the metrics of training have this part, which the Recorder does after the last one of a step"
         rec,more = self.learn.recorder,self.engine.loop.more_parts
