@@ -286,8 +286,8 @@ class Engine(Runner):
         self.loop = Loop() # The present one
         self.accumulation = Accumulation() # Of the last training loop
         self.tracked = [] # See `track`
-        self.by_parts = bool(opts.max_bs) # Whether parts are as large as that says, and not a rank's whole batch
-        self.max_bs = None if opts.max_bs=='auto' else opts.max_bs # Their samples, at most
+        # Whether parts are as large as `max_bs` says, and not a rank's whole batch; their samples, at most
+        self.by_parts,self.max_bs = False,None
 
     seed = property(lambda self: self.context.seed, doc="Of shuffling and of all draws")
     epochs_before = property(lambda self: self.loaders.epochs_before, doc="Epochs of earlier fits in this context")
@@ -309,6 +309,8 @@ class Engine(Runner):
             self.learn = learn
             ctx.join()
             cbs = [cb for f in context_callbacks for cb in f(self)]
+            self.by_parts = bool(opts.max_bs)
+            self.max_bs = None if opts.max_bs=='auto' else opts.max_bs
             # before the links, so that these are closed first: that frees ranks which still wait
             ctx.stack.callback(lambda: self.sharded and self.sharded.restore())
             self.ballot.links = ctx.stack.enter_context(open_links(group_timeout()))

@@ -42,7 +42,7 @@ class Phase(IntEnum):
     after_validate = 8,'the end of a validation loop'
     after_epoch = 9,'the end of an epoch'
     backward = 10,'the backward pass of a training batch'
-    collective = 11,'a collective in a training batch'
+    collective = 11,'a collective or a loop (validate, get_preds) within a training batch'
     # whose rank waits for the others' next exchange, whatever that is
     late_cancel = 12,'a cancel after the backward pass'
 
