@@ -118,7 +118,7 @@ def gather_with_grad(
     """The rows of all ranks, through which gradients flow back to each; in evaluation `t`, since each batch is whole.
     Sync point, also in the backward pass"""
     loop = running.get()
-    if loop is not None: need(not loop.by_parts, _at_once, max_bs=loop.engine.opts.max_bs)
+    if loop is not None and loop.training: need(not loop.by_parts, _at_once, max_bs=loop.engine.opts.max_bs)
     if is_whole() or loop is None and not torch.is_grad_enabled(): return t
     counts = loop is None or loop.part.why is None
     return _Gather.apply(t if counts else t[:0])
@@ -228,7 +228,8 @@ class EvaluationLoop(Loop):
         self.outer = running.get()
         running.set(self)
         try: yield b
-        finally: self.end_running()
+        finally: # no call: there are many batches
+            if running.get() is self: running.set(self.outer)
 
     def check_batch(self):
         "Before its forward pass, after other callbacks"
@@ -410,7 +411,8 @@ class TrainingLoop(Loop):
         "After the loss, before callbacks change it or the targets"
         learn,part = self.learn,self.part
         if not learn.yb: return
-        if self.links is None: loss_kind(learn) # a small validation batch would not show that it is a sum
+        # a small validation batch would not show that it is a sum
+        if self.links is None and loss_over(learn).kind=='unknown': loss_kind(learn)
         if not self.weighs: return
         part.over = loss_over(learn)
         part.kind = kind_of(part.over)
