@@ -1499,6 +1499,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                            'learnerdist/distributed/loops.py'),
                                                'learnerdist.distributed.loops.EvaluationLoop.leave': ( 'distributed/loops.html#evaluationloop.leave',
                                                                                                        'learnerdist/distributed/loops.py'),
+                                               'learnerdist.distributed.loops.EvaluationLoop.note_loss': ( 'distributed/loops.html#evaluationloop.note_loss',
+                                                                                                           'learnerdist/distributed/loops.py'),
                                                'learnerdist.distributed.loops.EvaluationLoop.parts': ( 'distributed/loops.html#evaluationloop.parts',
                                                                                                        'learnerdist/distributed/loops.py'),
                                                'learnerdist.distributed.loops.Kind': ( 'distributed/loops.html#kind',

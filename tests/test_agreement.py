@@ -271,13 +271,12 @@ def cancels_before_a_forward_pass():
     return res
 
 def with_a_nan(order):
-    "Rank 1 skips batches whose loss is NaN; the next ones count. A callback behind it adds up a number over ranks in training"
+    "Rank 1 skips batches whose loss is NaN; the next ones count. A callback behind it adds up a number over ranks, in each batch"
     sums = []
     class Skip(Callback):
         def after_loss(self):
             if self.training and not torch.isfinite(self.loss): raise CancelBatchException
     class Adds(Callback):
-        run_valid = False
         def after_batch(self): sums.append(all_sum(torch.ones(())).item())
     Skip.order,Adds.order = order,-order
     learn = make()
@@ -320,7 +319,7 @@ def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans(found):
     extreme,((_,_),(lrs,_)),nans = a
     assert len(extreme)==10 and len(set(lrs))==4
     assert nans[0]==nans[1] # they count for nothing
-    for w,losses,sums in nans: assert all(map(math.isfinite, w+losses)) and sums==[2.]*4
+    for w,losses,sums in nans: assert all(map(math.isfinite, w+losses)) and {*sums}=={2.} and len(sums)>4
 
 def late_with_a_collective():
     "Rank 0 cancels before the step, where it waits for the answer of the others; they are in a collective of torch's"

@@ -40,8 +40,8 @@ def distrib_barrier():
 def all_sum(
     t:Tensor # Any shape; shape and dtype are the same on every rank
 )->Tensor:   # The sum over ranks, in `t`'s shape and on its device; `t` itself without a group
-    """Sum of `t` over ranks, on every rank (an all-reduce). Collective; `t` is not changed. In a batch of evaluation it
-    is `t`, as other collectives are those of one process: a rank has the whole batch, and others may have none"""
+    """Sum of `t` over ranks, on every rank (an all-reduce). Collective; `t` is not changed. In a model or a
+    loss that is evaluated it is `t`, as other collectives are those of one process: a rank has the whole batch"""
     if is_whole(): return t
     res = carried(t.clone())
     with waits('all_sum'): dist.all_reduce(res, group=current_group())

@@ -280,12 +280,12 @@ def _print_once(store, key, what):
     if store is None or store.compare_set(key, '', me).decode()==me:
         print(f'rank {me} waits for {what}', file=sys.stderr, flush=True)
 
-# The `Loop` whose batch is computed now; None outside of batches
+# The `Loop` whose batch is computed now, in evaluation while the model and the loss are; else None
 running = ContextVar('running', default=None)
 
 def is_whole()->bool:
-    """Whether this process computes what one process does: without a group, or in a batch of evaluation, which it has
-    whole. Collectives do nothing then"""
+    """Whether this process computes what one process does: without a group, or in the model and the loss of a batch of
+    evaluation, which it has whole. Collectives do nothing then"""
     loop = running.get()
     return group_size()<2 or loop is not None and not loop.training
 

@@ -226,14 +226,18 @@ class EvaluationLoop(Loop):
         e.ballot.phase = Phase.valid_batch
         e.seed_streams(self.evaluation.number(i), Moment.valid_batch)
         self.outer = running.get()
-        running.set(self)
         try: yield b
-        finally: # no call: there are many batches
+        finally: # if the loss was not reached
             if running.get() is self: running.set(self.outer)
 
     def check_batch(self):
-        "Before its forward pass, after other callbacks"
+        "Before its forward pass, after other callbacks: model and loss compute what one process does"
         if self.evaluation.n_begun<3: self.evaluation.check_state()
+        running.set(self)
+
+    def note_loss(self):
+        "After the loss, before callbacks, whose collectives are those of all ranks"
+        running.set(self.outer)
 
     def end_batch(self):
         "After a batch, before other callbacks"
