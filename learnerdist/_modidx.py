@@ -3661,7 +3661,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'learnerdist.verify.main': ('verify.html#main', 'learnerdist/verify.py'),
                                     'learnerdist.verify.news': ('verify.html#news', 'learnerdist/verify.py'),
                                     'learnerdist.verify.number': ('verify.html#number', 'learnerdist/verify.py'),
-                                    'learnerdist.verify.optimized': ('verify.html#optimized', 'learnerdist/verify.py'),
                                     'learnerdist.verify.predicted': ('verify.html#predicted', 'learnerdist/verify.py'),
                                     'learnerdist.verify.record_fit': ('verify.html#record_fit', 'learnerdist/verify.py'),
                                     'learnerdist.verify.row_keys': ('verify.html#row_keys', 'learnerdist/verify.py'),

@@ -20,7 +20,7 @@ from torch import Tensor,nn
 from .core.compat import tree_leaves,tree_map
 from .core.env import group_rank,group_size
 from .core.random import rng_state,same_streams,set_seed,shared_rng
-from .core.shards import full_tensor,local_part
+from .core.shards import full_tensor,groups_of,local_part
 from .core.stacks import in_library,need
 from .data.distributed_dl import sample_hash,widened
 from .data.loaders import batch_shape,find_bs,loaders_of,one_batch
@@ -70,16 +70,12 @@ def is_steady(dl)->bool:
     return keys[0]==keys[1]
 
 # %% ../nbs/02_verify.ipynb #fa951e02
-def optimized(learn)->list:
-    "The parameters of the optimizer"
-    return [*chain.from_iterable(g['params'] for g in learn.opt.param_groups)]
-
 def trained(learn)->dict:
     "From names to parameters: those of the model, of the loss, and any other that the optimizer trains"
     params = dict(get_model(learn.model).named_parameters())
     if isinstance(learn.loss_func, nn.Module): params |= learn.loss_func.named_parameters(prefix='loss_func')
     known = {*map(id, params.values())}
-    others = [p for p in optimized(learn) if id(p) not in known]
+    others = [p for p in chain(*groups_of(learn.opt)) if id(p) not in known]
     return params | {f'opt[{i}]': p for i,p in enumerate(others)}
 
 def kept(learn)->dict:
@@ -243,7 +239,7 @@ class Last(Callback):
         params = trained(self.learn)
         record.add('buffers', dict(get_model(self.learn.model).named_buffers()))
         # others, such as those of a net in the loss, get a gradient that nobody uses
-        used = {*map(id, optimized(self.learn))}
+        used = {*map(id, chain(*groups_of(self.learn.opt)))}
         record.add('gradients', {k: p.grad for k,p in params.items() if p.grad is not None and id(p) in used})
         record.add('weights', params)
         self.rec['rows'].append(record.rows)

@@ -28,7 +28,7 @@ from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_d
 from ..data.dealing import factors
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import need_equal,options_of,same_data,same_fit,same_model,same_optimizer,shown
-from .loops import EvaluationLoop,Accumulation,Loop,TrainingLoop,add_totals,cancelled_loop,source_of
+from .loops import Accumulation,EvaluationLoop,Loop,TrainingLoop,add_totals,cancelled_loop,source_of
 from .parts import Step,take_grads
 from .replica import Replica,broadcast_module
 from .self_check import SelfCheck
