@@ -442,7 +442,8 @@ def likely(d, alone, ranks):
         yield f'batch size: {len(want)} samples in the step on one process, {len(got)} on all ranks'
     elif not is_padded and sorted(got)!=sorted(want):
         yield 'other samples: data, a split or an order is drawn without a seed, or comes from a set'
-    if start: yield f'{start}: other weights before the first step: code that depends on the rank'
+    why = 'code that depends on the rank, or a file of the run before'
+    if start: yield f'{start}: other weights before the first step: {why}'
     most = max([o.by for o in differences(alone, ranks) if o.kind in kinds])
     if alone['dtype']=='float64' and most<1e-6:
         yield 'rounding: a tensor of the script, such as class weights, stays float32 (--dtype float32)'

@@ -6,7 +6,7 @@ import nbformat,pytest
 from nbclient import NotebookClient
 from PIL import Image
 
-from helpers import as_script,blocks,root,write
+from helpers import as_script,blocks,launch,root,write
 from learnerdist import verify
 from learnerdist.launch.cli import get_parser
 from learnerdist.testing import run_ranks
@@ -84,6 +84,29 @@ def test_a_day_with_fastai_in_jupyter(tmp_path, monkeypatch):
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(o) for o in cells])
     NotebookClient(nb, timeout=240, resources=dict(metadata=dict(path=str(tmp_path)))).execute()
     assert nb.cells[1].outputs[-1].data['text/plain'].startswith('[')
+
+at_the_top = """
+import time
+from pathlib import Path
+from PACKAGE import *
+name = f'run_{time.time_ns()}' # of each rank
+BROADCAST_OBJECT
+if rank_distrib()==1: Path('asked').touch()
+else:
+    while not Path('asked').exists(): pass
+    Path('written').write_text(name)
+DISTRIB_BARRIER
+assert Path('written').read_text()==name
+"""
+
+@pytest.mark.parametrize('package', ['learnerdist.all','learnerdist.fastai'])
+def test_remedies_for_files_hold_at_the_top_of_a_script(package, tmp_path):
+    "Those of docs/symptoms.md that are collectives: no context is open there"
+    rows = re.findall(r'`([^`]*(broadcast_object|distrib_barrier)\([^`]*)`', (root/'docs/symptoms.md').read_text())
+    text = at_the_top.replace('PACKAGE', package)
+    for line,name in rows: text = text.replace(name.upper(), line)
+    p = launch('--nproc', 2, write(tmp_path, text), cwd=tmp_path)
+    assert len(rows)==2 and p.returncode==0, p.stderr
 
 def test_commands_have_these_options():
     "Each command of ours on a page is one that its parser takes"

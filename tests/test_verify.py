@@ -205,7 +205,7 @@ def test_what_cannot_be_run_in_parts():
     (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'other samples'),
     (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
     (carrying, 'metrics', '', 'model.1.h: kept from one batch'), (padded, 'gradients', '', 'padding: the batches have other shapes'),
-    (rescaled, 'gradients', '', '0.weight: other weights before the first step'),
+    (rescaled, 'gradients', '', '0.weight: other weights before the first step: code that depends on the rank, or a file of'),
     # other codes of the checks of a fit, as that of `no_mean`
     pytest.param(centred, 'gradients', '', '[mixes-samples]', marks=pytest.mark.long),
     pytest.param(center_loss, 'gradients', '', '[ranks-differ] own_step.centers.weight', marks=pytest.mark.long)],

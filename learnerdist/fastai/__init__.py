@@ -2,7 +2,7 @@
 from learnerdist.checkpoint.checkpoint import Checkpoint,Preempted
 from learnerdist.core.collectives import all_mean,all_sum,broadcast_object,distrib_barrier,gather_objects
 from learnerdist.core.rank0 import rank0_first
-from learnerdist.core.env import num_distrib,rank_distrib,teardown_distrib
+from learnerdist.core.env import num_distrib,process_group,rank_distrib,teardown_distrib
 from learnerdist.distributed.batchnorm import sync_batchnorm
 from learnerdist.distributed.data_parallel import ParallelTrainer
 from learnerdist.distributed.loops import gather_with_grad
@@ -18,7 +18,7 @@ from learnerdist.learner.trackers import MLflowLogger,TensorBoardLogger,WandbLog
 __all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first',
            'rank_distrib','num_distrib','distrib_barrier','all_sum','all_mean','gather_objects','broadcast_object',
            'gather_with_grad','average_grads','sync_batchnorm','Checkpoint','Preempted',
-           'load_learner','EMA','Timer','WandbLogger','MLflowLogger','TensorBoardLogger']
+           'process_group','load_learner','EMA','Timer','WandbLogger','MLflowLogger','TensorBoardLogger']
 
 import fastai.learner as _learner
 import learnerdist.core.docstrings as _docstrings
