@@ -203,8 +203,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'learnerdist/checkpoint/snapshot.py'),
                                                  'learnerdist.checkpoint.snapshot._manifests': ( 'checkpoint/snapshot.html#_manifests',
                                                                                                  'learnerdist/checkpoint/snapshot.py'),
-                                                 'learnerdist.checkpoint.snapshot._not_written': ( 'checkpoint/snapshot.html#_not_written',
-                                                                                                   'learnerdist/checkpoint/snapshot.py'),
                                                  'learnerdist.checkpoint.snapshot._publish': ( 'checkpoint/snapshot.html#_publish',
                                                                                                'learnerdist/checkpoint/snapshot.py'),
                                                  'learnerdist.checkpoint.snapshot._read_part': ( 'checkpoint/snapshot.html#_read_part',

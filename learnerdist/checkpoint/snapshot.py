@@ -87,11 +87,6 @@ def _sync(folder):
     try: os.fsync(fd)
     finally: os.close(fd)
 
-# %% ../../nbs/checkpoint/00_snapshot.ipynb #c012b
-def _not_written(e, folder):
-    why = f'{e.strerror}: the checkpoint was not written; earlier ones are as they were. Start again with resume=True'
-    return type(e)(e.errno, why, str(folder))
-
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c0w1
 class Writers:
     """The ranks that write a snapshot: each its file, and the first one the manifest, when all files are on the disk.
@@ -137,8 +132,9 @@ def write_snapshot(folder, parts:dict, info:dict, writers=None, keep=None):
     except BaseException as e:
         # others may write in it: then the next run removes it
         if writers.n==1 and not remote: shutil.rmtree(tmp, ignore_errors=True)
-        if isinstance(e, OSError): raise _not_written(e, folder) from e
-        raise
+        if not isinstance(e, OSError): raise
+        why = f'{e.strerror}: the checkpoint was not written; earlier ones are as they were. '
+        raise type(e)(e.errno, why+'Start again with resume=True', str(folder)) from e
 
 def _write_part(path, state):
     with whole_file(path) as tmp: return save_sealed(state, tmp)
