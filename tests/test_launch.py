@@ -345,6 +345,7 @@ def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
     (['--plan', '0', __file__], '--plan 0: give a whole number from 1 up'),
     (['--logs-specs', 'mine', __file__], '--logs-specs mine'),
     (['--gpus', '0,0', __file__], "'0,0' is no list of GPUs"), (['--gpus', '', __file__], "'' is no list of GPUs"),
+    (['--nproc', '2', '--nproc-per-node', '3', __file__], '--nproc 2 and --nproc-per-node 3 differ'),
     (['--nproc-per-node', 'many', __file__], 'many'), (['--nproc-per-node', '0', __file__], '--nproc 0: give'),
     (['--gpus', '1,3', __file__], '--gpus 1,3: 3 visible here (CUDA_VISIBLE_DEVICES=4,5,6)'),
     (['--nnodes', '2', __file__], '--nnodes 2 without --rdzv-endpoint HOST:PORT'),

@@ -55,8 +55,7 @@ def get_parser()->argparse.ArgumentParser:
     res.usage = "%(prog)s [--nproc N] [--gpus 0,2] [torchrun's options] (script.py | -m module) [its arguments]"
     res.allow_abbrev = False # otherwise a script's argument such as --n would be read as --nnodes
     res.set_defaults(**{o: os.environ.get(f'PET_{o.upper()}') for o in _ours}) # None: not given
-    res.add_argument('--nproc', dest='nproc_per_node', help=no_help)
-    res.add_argument('--gpus', help=no_help)
+    for o in ('--nproc','--gpus'): res.add_argument(o, help=no_help)
     for o in ('--verify','--plan','--debug-rank'): res.add_argument(o, type=int, help=no_help)
     flags = '--verbose','--no-fork-server','--verify-only-warn'
     for o in flags: res.add_argument(o, action='store_true', help=no_help)
@@ -115,8 +114,11 @@ _visible = dict(cuda='CUDA_VISIBLE_DEVICES', xpu='ZE_AFFINITY_MASK')
 def _choose_nproc(args)->int:
     "How many processes these parsed options ask for"
     from torch.distributed.run import determine_local_world_size
+    ours,theirs = args.nproc,args.nproc_per_node
+    both = f'--nproc {ours} and --nproc-per-node {theirs}'
+    need(not ours or theirs in (None, ours), f'{both} differ: give one of the two')
     n_gpus = args.gpus is not None and _choose_gpus(args.gpus)
-    given = str(args.nproc_per_node or n_gpus or 'auto')
+    given = str(ours or theirs or n_gpus or 'auto')
     try: n = given if given == 'auto' else determine_local_world_size(given)
     except ValueError: n = 0
     need(n == 'auto' or n > 0, f"--nproc {given}: give a whole number from 1 up, or 'auto'")
