@@ -6,7 +6,7 @@ from pathlib import Path
 
 from learnerdist import all as public
 from learnerdist.core.docstrings import add_docments
-from learnerdist.distributed.replica import ddp_options
+from learnerdist.distributed.trainer import ddp_options
 
 add_docments([public.Learner]) # for editors
 package = Path(__file__).parent.parent/'learnerdist'

@@ -6,8 +6,11 @@
 __all__ = ['DistributedTrainer']
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c002
+import math
 from abc import ABC,abstractmethod
 from contextlib import contextmanager
+from difflib import get_close_matches
+from inspect import signature
 from types import SimpleNamespace
 
 from fastcore.basics import patch
@@ -17,15 +20,61 @@ from torch.nn.parallel import DistributedDataParallel
 from .engine import Engine
 from .failure import failing_together
 from .loops import total_losses
-from .replica import check_options,ddp_args_of_ours,ddp_options,find_hook
+from .replica import find_hook
 from .sharded import shard_options
 from .shares import Share
 from .vote_links import Phase
+from ..core.compat import sync_buffers
 from ..core.docstrings import add_text,meanings
+from ..core.stacks import need
 from ..learner.callback import Callback,Order,cancels
 from ..learner.learner import Learner,fit_flags
 from ..learner.metrics import reduction
 from ..learner.predictions import GatherPreds,has_result
+
+# %% ../../nbs/distributed/10_trainer.ipynb #opt02
+# What the trainer decides, and what has no effect
+ddp_args_of_ours = ['module','process_group','device_ids','output_device','device_mesh','dim','check_reduction']
+_ddp_args = signature(DistributedDataParallel).parameters
+ddp_options = [o for o in _ddp_args if o not in ddp_args_of_ours]
+
+def check_ddp_options(kw):
+    "Raise ValueError for an unknown option, also with one process, where no option has an effect"
+    bad = [o for o in kw if o not in ddp_options]
+    if not bad: return
+    ours = [o for o in signature(Adapter.__init__).parameters if o not in ('self',*ddp_options)]
+    near = [o for k in bad for o in get_close_matches(k, ours+ddp_options, 1)]
+    hint = f" (did you mean {', '.join(near)}?)" if near else ''
+    known = f"{', '.join(ours)}, and DDP's {', '.join(ddp_options)}"
+    raise ValueError(f"distrib_ctx got {', '.join(bad)}{hint}; it takes {known}")
+
+_flags = {k for k in ddp_options if isinstance(_ddp_args[k].default, bool)} | {'broadcast_buffers',sync_buffers}
+_an_object = 'give an object, as DistributedDataParallel describes it; for mixed precision: learn.to_bf16()'
+
+def check_options(opts):
+    "Raise ValueError for an option that is unknown or has no meaning"
+    ddp_kw = opts.ddp_kw
+    check_ddp_options(ddp_kw)
+    flags = {k: getattr(opts, k) for k in ('sync_bn','split_batches','sample_seeds')}
+    flags |= {k: v for k,v in ddp_kw.items() if k in _flags}
+    for k in ddp_kw.keys()-flags.keys()-{'bucket_cap_mb'}:
+        need(not isinstance(ddp_kw[k], (str,bool,int,float)), _an_object, **{k: ddp_kw[k]})
+    bad = [f'{k}={v!r}' for k,v in flags.items() if v not in (True,False,None)]
+    need(not bad, f"{', '.join(bad)}: give True or False")
+    def check(name, v, kinds, least, what):
+        known = v is None or isinstance(v, kinds) and not isinstance(v, bool) and least<v<2**62
+        need(known, f'give {what}', **{name: v})
+    check('seed', opts.seed, int, -math.inf, 'a whole number, or None to draw one')
+    check('check_every', opts.check_every, int, 0, 'a number of steps, from 1 up')
+    check('global_bs', opts.global_bs, int, 0, 'the number of samples in a step of all ranks together')
+    if opts.max_bs!='auto': check('max_bs', opts.max_bs, int, 0, "a number of samples, or 'auto'")
+    if opts.max_bs and ddp_kw.get('static_graph'):
+        raise ValueError(f'static_graph with max_bs={opts.max_bs!r}: the first pass of a static graph exchanges '
+                         'gradients, and a step has several: leave out one of the two')
+    if opts.global_bs and opts.split_batches:
+        raise ValueError(f'global_bs={opts.global_bs} and split_batches: leave out one of the two')
+    check('timeout_s', opts.timeout_s, (int,float), 0, 'seconds')
+    check('bucket_cap_mb', ddp_kw.get('bucket_cap_mb'), (int,float), 0, 'a size in MiB')
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c007
 class Adapter(Callback, ABC):
