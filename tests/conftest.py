@@ -1,6 +1,7 @@
 "Every test runs in a leak check; tests marked `cuda` are skipped where there is no GPU"
 from gpus import visible # first
 import functools
+import gc
 import signal
 import pytest,torch
 from leaks import leak_check
@@ -36,6 +37,10 @@ def no_leak():
     before = module_state()
     with leak_check(): yield
     assert changed(before)=={}
+
+def pytest_collection_finish(session):
+    "What is imported by now stays: no garbage collection looks at it"
+    gc.freeze()
 
 def pytest_collection_modifyitems(items):
     if visible: return

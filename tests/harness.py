@@ -43,15 +43,27 @@ def all_warnings():
 # --- nothing is left ------------------------------------------------------------------------------------------------------
 
 plain = {int,float,str,bytes,list,dict,set,type(None)}
+_kept = {} # From a module or a class to how many names it has, and which of them `_values` reads: tests ask for them 3,000 times
+
+def _is_kept(owner, k, v):
+    kind = type(v)
+    if isinstance(v, type): return not isinstance(owner, type) and v.__module__==owner.__name__
+    return kind in plain and not k.startswith('__') or kind in (ContextVar,WeakKeyDictionary)
 
 def _values(name, owner):
     "(name, value) of what a module or a class holds that may change"
-    for k,v in vars(owner).items():
+    held = vars(owner)
+    n,names = _kept.get(owner, (0, ()))
+    if n!=len(held):
+        names = [k for k,v in held.items() if _is_kept(owner, k, v)]
+        _kept[owner] = len(held),names
+    for k in names:
+        v = held.get(k)
         kind = type(v)
-        if kind in plain and not k.startswith('__'): yield f'{name}.{k}',repr(v)
+        if isinstance(v, type): yield from _values(f'{name}.{k}', v)
         elif kind is ContextVar: yield f'{name}.{k}',repr(v.get(None))
         elif kind is WeakKeyDictionary: yield f'{name}.{k}',len(v)
-        elif isinstance(v, type) and v.__module__==name: yield from _values(f'{name}.{k}', v)
+        else: yield f'{name}.{k}',repr(v)
 
 # Counts that name keys of the store, the first use of the accelerator, and what has been said, are of a process; modules register names
 # when they are imported
