@@ -1,17 +1,7 @@
 "fastai's callbacks on several ranks: decisions, files, accumulation, the finder of learning rates"
-import contextlib, copy, io, math, random, sys, types, warnings
-import pytest
-pytest.importorskip('fastai')
-import torch
-from fastai.basics import (Adam, Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
-                           CancelStepException, CancelTrainException, CancelValidException, CrossEntropyLossFlat, Datasets,
-                           FetchPredsCallback, GatherPredsCallback, LabelSmoothingCrossEntropy, LabelSmoothingCrossEntropyFlat,
-                           load_learner, SkipToEpoch)
-from fastai.callback.all import (ActivationStats, ChannelsLast, CollectDataCallback, CSVLogger, CutMix, EarlyStoppingCallback,
-                                 GradientAccumulation, GradientClip, MixUp, ReduceLROnPlateau, rnn_cbs, SaveModelCallback,
-                                 ShortEpochCallback, ShowGraphCallback, TerminateOnNaNCallback)
-import fastai.callback.fp16 # noqa: F401
-from torch import nn
+import contextlib, pytest
+from fastai.basics import *
+from fastai.callback.all import *
 from test_fastai import F64, asking, close, ctx, data, floats, history, make, on_1_and_2, per_rank, same, state
 from learnerdist.core.env import current_group, group_rank, group_size
 from learnerdist.fastai import *
@@ -375,7 +365,7 @@ def finds(W, rank, path):
     plt.close('all')
     with ctx(learn, W):
         learn.fit(1)
-        before,opt = state(learn),[copy.deepcopy(learn.opt.state[p]) for p in learn.model.parameters()]
+        before,opt = state(learn),[deepcopy(learn.opt.state[p]) for p in learn.model.parameters()]
         found = [learn.lr_find(num_it=24, end_lr=e, show_plot=e==10)[0] for e in (10,1e4)]
         lrs,losses = floats(learn.recorder.lrs),floats(learn.recorder.losses)
         close(state(learn), before, 0)
