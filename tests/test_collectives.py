@@ -3,6 +3,7 @@ from collections import Counter
 import pytest, torch.distributed as dist
 from sklearn.metrics import f1_score
 from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
 import scenes
 from scenes import classes, net, normed, scene
 from learnerdist.all import *
@@ -40,11 +41,12 @@ class BatchMeans(Metric):
     @property
     def value(self): return sum(self.means)
 
-def make(n_steps=3, n_valid=2, metrics=(), model=net):
-    "`n_steps` and `n_valid` are those of each rank; `metrics`: more than those of known kinds"
-    from torchmetrics.classification import MulticlassAccuracy
-    n,known = BS*group_size(),[accuracy, error_rate, MulticlassAccuracy(2, average='micro')]
-    kw = dict(n=n*n_steps, n_valid=n*n_valid, bs=n, val_bs=BS, metrics=[*known,*metrics], model=model)
+known = [accuracy, error_rate, MulticlassAccuracy(2, average='micro')]
+
+def make(n_steps=3, n_valid=2, metrics=known, model=net):
+    "`n_steps` and `n_valid` are those of each rank"
+    n = BS*group_size()
+    kw = dict(n=n*n_steps, n_valid=n*n_valid, bs=n, val_bs=BS, metrics=metrics, model=model)
     return scenes.make(scene(ds=classes, loss=F.cross_entropy, **kw), group_size())
 
 def less(a, b): return dict(a-b)
@@ -57,7 +59,7 @@ def fit_calls(n_epoch=1, **kw):
 def rank_fits():
     with process_group():
         f1 = skm_metric(f1_score, dim_argmax=-1, average='macro')
-        base,rows,replay = fit_calls(),fit_calls(metrics=[f1]),fit_calls(metrics=[BatchMeans])
+        base,rows,replay = fit_calls(),fit_calls(metrics=[*known,f1]),fit_calls(metrics=[*known,BatchMeans])
         return dict(fit=dict(base), step=less(fit_calls(n_steps=4), base), valid=less(fit_calls(n_valid=3), base),
                     epoch=less(fit_calls(2), base), norm=less(fit_calls(model=normed), base),
                     rows=less(rows, base), replay=less(replay, base))

@@ -1,12 +1,13 @@
 "Every number of a validation on several ranks is the one that a single process computes on the whole data set"
 import contextlib,functools,math
 from functools import partial
-import numpy as np, pytest, sklearn.metrics as skm, torch
+import numpy as np, pytest, sklearn.metrics as skm, torch, torchmetrics
 from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import (BatchSampler, DataLoader, Dataset, DistributedSampler, SubsetRandomSampler, TensorDataset,
                               WeightedRandomSampler)
+from torchmetrics import classification as tm
 from harness import caught, close
 from helpers import Stream
 from learnerdist.all import *
@@ -140,8 +141,6 @@ class Called:
 def f1_of(p, t): return skm.f1_score(t.numpy(), p.argmax(1).numpy(), average='macro')
 
 def all_metrics():
-    import torchmetrics
-    tm = torchmetrics.classification
     def auc(p, t): return skm.roc_auc_score(t, p.softmax(1), multi_class='ovr')
     return [as_tensor, as_float, as_numpy, as_numpy_array, as_bool, as_int, with_grad, partial(top_k_accuracy, k=2), accuracy, error_rate,
             Called(), AvgMetric(as_tensor, 'named'), AvgMetric(lambda p,t: as_tensor(p, t)), Hits, Hits(),
@@ -152,36 +151,29 @@ def all_metrics():
             tm.MulticlassConfusionMatrix(4), tm.MulticlassCohenKappa(4),
             torchmetrics.MetricCollection({'acc': tm.MulticlassAccuracy(4, average='micro'), 'prec': tm.MulticlassPrecision(4)})]
 
-def per_sample(numbers):
+class PerSample(torchmetrics.Metric):
     "Adds an entry for each sample of a batch, or a number for the batch; the order counts"
-    import torchmetrics
-    class PerSample(torchmetrics.Metric):
-        def __init__(self):
-            super().__init__()
-            self.add_state('rows', [], dist_reduce_fx='cat')
-        def update(self, pred, targ): self.rows += [pred.sum()] if numbers else [o[:1] for o in pred]
-        def compute(self):
-            rows = torch.stack([o.reshape(()) for o in self.rows])
-            return (rows*torch.arange(1, len(rows)+1)).sum()
-    return PerSample()
-
-def of_classes(name, **kw):
-    "A metric of torchmetrics, for four classes"
-    from torchmetrics import classification
-    return getattr(classification, name)(4, **kw)
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers = numbers
+        self.add_state('rows', [], dist_reduce_fx='cat')
+    def update(self, pred, targ): self.rows += [pred.sum()] if self.numbers else [o[:1] for o in pred]
+    def compute(self):
+        rows = torch.stack([o.reshape(()) for o in self.rows])
+        return (rows*torch.arange(1, len(rows)+1)).sum()
 
 # --- kinds of loaders, losses and metrics ---
 
 cases = dict(
     kinds=lambda ctx: validated(ctx, TfmdDL(KeyedXY(23), 4), metrics=all_metrics()),
-    several_entries=lambda ctx: validated(ctx, TfmdDL(KeyedXY(23), 4), metrics=[per_sample(False), per_sample(True)]),
+    several_entries=lambda ctx: validated(ctx, TfmdDL(KeyedXY(23), 4), metrics=[PerSample(False), PerSample(True)]),
     loss_of_pairs=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4), loss=of_pairs, metrics=[root]),
     collectives=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 5), loss=of_all_items, metrics=[root]),
     padded_texts=padded_texts, one_graph=one_graph,
     nan=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 1), metrics=[nan_for_some, always_nan, accuracy]),
-    no_sample=lambda ctx: validated(ctx, TfmdDL(KeyedXY(0), 4), metrics=[accuracy, BatchMeans, of_classes('MulticlassAccuracy')]),
+    no_sample=lambda ctx: validated(ctx, TfmdDL(KeyedXY(0), 4), metrics=[accuracy, BatchMeans, tm.MulticlassAccuracy(4)]),
     fewer_samples_than_ranks=lambda ctx: validated(ctx, TfmdDL(KeyedXY(1), 4), metrics=[accuracy, BatchMeans, Histogram,
-        of_classes('MulticlassAccuracy'), of_classes('MulticlassAUROC'), skm_metric(f1_score, dim_argmax=-1, average='macro')]),
+        tm.MulticlassAccuracy(4), tm.MulticlassAUROC(4), skm_metric(f1_score, dim_argmax=-1, average='macro')]),
     fewer_samples_than_a_batch=lambda ctx: validated(ctx, TfmdDL(KeyedXY(5), 4)),
     tokens=lambda ctx: validated(ctx, TfmdDL(TensorDataset(*xy(7, 5)), 2), loss=tokens_loss),
     batch_sampler=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), batch_sampler=Uneven(13))),
@@ -234,7 +226,7 @@ class Reset(Callback):
 
 class Computes(Callback):
     "An object of torchmetrics that a callback computes"
-    def __init__(self): self.auroc = of_classes('MulticlassAUROC')
+    def __init__(self): self.auroc = tm.MulticlassAUROC(4)
     def before_validate(self): self.auroc.reset()
     def after_batch(self): self.auroc.update(self.pred.softmax(-1), self.y)
     def after_validate(self): self.value = self.auroc.compute().item()
@@ -342,19 +334,18 @@ class OwnSampler:
     def __iter__(self): return iter(range(self.rank*self.n//self.num_replicas, (self.rank+1)*self.n//self.num_replicas))
     def __len__(self): return len([*iter(self)])
 
-def split_metrics():
-    return accuracy,skm_metric(f1_score, dim_argmax=-1, average='macro'),of_classes('MulticlassAccuracy', average='micro')
+split_metrics = [accuracy, skm_metric(f1_score, dim_argmax=-1, average='macro'), tm.MulticlassAccuracy(4, average='micro')]
 
 def split(kind):
     ds = KeyedXY(13)
     sampler = OwnSampler(13, group_rank(), 2) if kind=='own' else DistributedSampler(ds, 2, group_rank(), shuffle=kind=='shuffled')
-    learn = make(DataLoader(ds, 4, sampler=sampler), metrics=split_metrics())
+    learn = make(DataLoader(ds, 4, sampler=sampler), metrics=split_metrics)
     with learn.distrib_ctx(seed=1):
         learn.validate()
         return values(learn),[o.tolist() for o in learn.get_preds()]
 
 def test_split_by_the_user():
-    learn = make(DataLoader(KeyedXY(13), 4), metrics=split_metrics())
+    learn = make(DataLoader(KeyedXY(13), 4), metrics=split_metrics)
     learn.validate()
     expect = values(learn),[o.tolist() for o in learn.get_preds()]
     for ranks in on_ranks(2):
