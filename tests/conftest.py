@@ -28,6 +28,11 @@ def pytest_xdist_make_scheduler(config, log):
             return file if shares(config.rootpath/file) else nodeid
     return Scheduler(config, log)
 
+def pytest_pycollect_makeitem(collector, obj):
+    "A function that a file has imported is no test of that file: fastai's star has `test_eq` and others"
+    module = getattr(collector, 'module', None)
+    if module and getattr(obj, '__module__', module.__name__)!=module.__name__: return []
+
 @functools.cache
 def shares(file): return any(o in file.read_text() for o in ("scope='module'", '@functools.cache', '= asking('))
 

@@ -1,11 +1,8 @@
 "Cancel exceptions on one rank become the same on all; uneven loaders; weights stay equal; failures reach every rank"
 import functools, math
 from functools import partial
-
-import pytest
-import torch
+import pytest, torch
 from torch import nn
-
 import scenes
 from harness import asking, close, error_of, needs_fsdp2
 from helpers import Raise, weights
@@ -76,7 +73,7 @@ of_parts = [(e, exc, rank, at) for exc,es in parts.items() for e in es for rank,
 of_batches = [('before_batch', CancelBatchException, rank, at) for rank,at in ((0,0),(0,3),(1,1))]
 fits = dict(outside_batches=(False, all_cases(2, outer), None), within_a_batch=(False, all_cases(2, inner), late),
             validation=(False, [('before_validate', CancelValidException, rank, 0) for rank in (0,1)], None),
-            batch_step_or_backward=(False, of_parts, late),
+            batch_step_or_backward=(False, of_parts[::2], late),
             with_batchnorm=(True, all_cases(2, ['after_pred','before_backward','after_batch']), ()),
             before_the_forward_pass_of_batchnorm=(True, all_cases(2, ['before_batch'])+of_batches, ()),
             batch_step_or_backward_with_batchnorm=(True, of_parts, (*late,'before_batch')),
@@ -143,7 +140,7 @@ meetings = dict(all_sum=lambda learn: all_sum(torch.ones(2)), objects=lambda lea
 
 def met(W, rank, path):
     "Rank 1 cancels after its backward pass, while the other one waits for it in a callback's collective"
-    cases = [(stop,meet,'all_sum') for stop in inner[4:] for meet in inner[4:]]
+    cases = [(stop,meet,'all_sum') for i,stop in enumerate(inner[4:], 4) for meet in inner[i:]] # rank 1 has left by then
     cases += [('after_backward','after_batch',k) for k in meetings]
     res = []
     for stop,meet,what in cases:
@@ -300,7 +297,7 @@ def leaves_from_within(at, event, exc):
 
 left = [(at, event, exc) for at,excs in (('after_batch', (CancelTrainException,CancelEpochException,CancelFitException)),
                                          ('after_train', (CancelEpochException,CancelFitException)), ('after_epoch', (CancelFitException,)))
-        for exc in excs for event in ('before_validate','after_batch','after_validate')]
+        for exc in excs for event in ('before_validate','after_batch','after_validate')][::2]
 
 def test_a_rank_that_leaves_a_loop_around_a_validation_takes_the_others_along(found):
     want = [leaves_from_within(*o) for o in left]

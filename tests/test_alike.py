@@ -2,7 +2,8 @@
 import random, re, threading, time
 from pathlib import Path
 from types import SimpleNamespace
-import numpy as np, pandas as pd, pytest, torch
+import fastai.basics as fb, learnerdist.fastai, numpy as np, pandas as pd, pytest, torch # noqa: F401
+from fastai.callback.data import WeightedDL
 from torch import nn
 from torch.optim.swa_utils import update_bn
 from harness import all_warnings, asking, error_of
@@ -51,17 +52,13 @@ class Lists(Own):
     def __iter__(self): return iter(np.random.default_rng().permutation(N).reshape(-1, 4).tolist())
 
 def of_fastai():
-    from fastai.callback.data import WeightedDL
-    from fastai.data.core import DataLoaders as FastaiDataLoaders, TfmdDL as FastaiDL
-    from fastai.learner import Learner as FastaiLearner
-    import learnerdist.fastai # noqa: F401
-    class Shuffles(FastaiDL):
+    class Shuffles(fb.TfmdDL):
         def shuffle_fn(self, idxs): return np.random.default_rng().permutation(idxs).tolist()
     items = [(o,o) for o in X.float()]
     weights = np.arange(1, N+1)**float(rank_distrib())
     res = []
     for dl in (Shuffles(items, bs=4, shuffle=True), WeightedDL(items, bs=4, shuffle=True, wgts=weights)):
-        learn = FastaiLearner(FastaiDataLoaders(dl, FastaiDL(items, bs=4)), nn.Linear(1, 1), nn.MSELoss())
+        learn = fb.Learner(fb.DataLoaders(dl, fb.TfmdDL(items, bs=4)), nn.Linear(1, 1), nn.MSELoss())
         with learn.no_bar(), learn.no_logging(): res.append(error_of(learn.fit, 1, ddp=dict(seed=1, checks='error')))
     return res
 
@@ -128,25 +125,21 @@ def noise_of(train):
 
 def of_fastai_noise(bs):
     "By kind of loader. Its transforms get the elements of a tuple, of which the target has a class"
-    from fastai.data.core import DataLoaders as FastaiDataLoaders, TfmdDL as FastaiDL, TfmdLists, Transform
-    from fastai.learner import Learner as FastaiLearner
-    import learnerdist.fastai # noqa: F401
-    from fastai.callback.core import Callback as FastaiCallback
-    class FastaiTargets(FastaiCallback): before_fit,before_batch = Targets.before_fit,Targets.before_batch
+    class FastaiTargets(fb.Callback): before_fit,before_batch = Targets.before_fit,Targets.before_batch
     class Target(torch.Tensor): pass
-    class Jitters(Transform):
+    class Jitters(fb.Transform):
         def encodes(self, o:Target): return o+of_streams()
     items = [(o,o.as_subclass(Target)) for o in X]
     kinds = dict(fastai=dict(dataset=Noisy('tfm'), shuffle=True),
                  fastai_workers=dict(dataset=Noisy('streams'), shuffle=True, num_workers=1),
-                 lists=dict(dataset=TfmdLists(range(N), lambda i: Noisy('streams')[i]), shuffle=True),
+                 lists=dict(dataset=fb.TfmdLists(range(N), lambda i: Noisy('streams')[i]), shuffle=True),
                  item=dict(dataset=items, shuffle=True, after_item=Jitters()),
                  fastai_stream=dict(dataset=Stream(items), n=N, after_item=Jitters()))
     res = {}
     for k,kw in kinds.items():
         targets = FastaiTargets()
-        learn = FastaiLearner(FastaiDataLoaders(FastaiDL(bs=bs, **dict(num_workers=0) | kw), FastaiDL(Noisy('tfm'), bs=bs, num_workers=0)),
-                              nn.Linear(1, 1).double(), lambda p, t: ((p-t)**2).mean().float(), cbs=targets)
+        dls = fb.DataLoaders(fb.TfmdDL(bs=bs, **dict(num_workers=0) | kw), fb.TfmdDL(Noisy('tfm'), bs=bs, num_workers=0))
+        learn = fb.Learner(dls, nn.Linear(1, 1).double(), lambda p, t: ((p-t)**2).mean().float(), cbs=targets)
         with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=1):
             learn.fit(2)
             res[k] = {k: v for o in gather_objects(targets.noise) for k,v in o.items()}

@@ -13,49 +13,36 @@ from learnerdist.testing import run_ranks
 
 def rank_collectives():
     "By `process_group`, and in a group of the user's"
-    return [collectives(own) for own in (False,True)]
+    for own in (False,True): collectives(own)
 
 def collectives(own):
     if own: setup_distrib()
     with process_group():
         r,W = group_rank(),group_size()
-        res = dict(W=W)
-        t = torch.arange(6.).view(2, 3)*(r+1)
-        res['sum'] = all_sum(t).tolist()
-        res['kept'] = t.tolist()
-        res['int'] = all_sum(torch.tensor([r+1, 2**40])).tolist()
-        res['scalar'] = all_sum(torch.tensor(r+1.5, dtype=torch.float64)).item()
-        res['strided'] = all_sum(t.T).tolist()
-        res['mean'] = all_mean(torch.tensor(float([6, 1, 2][r])), [3, 1, 0][r]).item()
-        res['mean_shape'] = all_mean(torch.tensor([[1., 2.]])*r, 1).shape
-        rows = torch.arange(r*2.).view(r, 2)+10*r # no row on rank 0
-        res['rows'] = [o.tolist() for o in gather_rows(rows)]
-        got = gather_rows(rows, dst=1)
-        res['dst'] = None if got is None else [o.tolist() for o in got]
-        res['bool'] = [o.tolist() for o in gather_rows(torch.ones(r+1, dtype=torch.bool))]
-        res['none'] = [tuple(o.shape) for o in gather_rows(torch.zeros(0, 2, 3))]
-        res['bf16'] = [o.dtype==torch.bfloat16 and o.tolist() for o in gather_rows(torch.ones(1, dtype=torch.bfloat16)*r)]
-        res['grad'] = gather_rows(torch.ones(1, requires_grad=True))[0].requires_grad
-        res['obj'] = gather_objects({'rank': r, 'big': 'x'*r*1000 if r else None})[-1]['rank']
-        res['bcast'] = broadcast_object(['a', r] if r==0 else None)
+        k,t = W*(W+1)//2,torch.arange(6.).view(2, 3)
+        mine = t*(r+1)
+        assert all_sum(mine).equal(t*k) and mine.equal(t*(r+1)) and all_sum(mine.T).equal(t.T*k)
+        assert all_sum(torch.tensor([r+1, 2**40])).tolist()==[k,W*2**40]
+        assert all_sum(torch.tensor(r+1.5, dtype=torch.float64)).item()==k+W*.5
+        assert all_mean(torch.tensor(float([6, 1, 2][r])), [3, 1, 0][r]).item()==[7/4, 9/4][W-2]
+        assert all_mean(torch.tensor([[1., 2.]])*r, 1).shape==(1,2)
+        rows = [torch.arange(i*2.).view(i, 2)+10*i for i in range(W)] # no row on rank 0
+        assert [o.tolist() for o in gather_rows(rows[r])]==[o.tolist() for o in rows]
+        got = gather_rows(rows[r], dst=1)
+        assert got is None if r!=1 else [o.tolist() for o in got]==[o.tolist() for o in rows]
+        assert [o.tolist() for o in gather_rows(torch.ones(r+1, dtype=torch.bool))]==[[True]*(i+1) for i in range(W)]
+        assert [o.shape for o in gather_rows(torch.zeros(0, 2, 3))]==[(0,2,3)]*W
+        halves = gather_rows(torch.ones(1, dtype=torch.bfloat16)*r)
+        assert {o.dtype for o in halves}=={torch.bfloat16} and [o.item() for o in halves]==[*range(W)]
+        assert not gather_rows(torch.ones(1, requires_grad=True))[0].requires_grad
+        assert gather_objects({'rank': r, 'big': 'x'*r*1000 if r else None})[-1]['rank']==W-1
+        assert broadcast_object(['a', r] if r==0 else None)==['a',0]
         distrib_barrier()
-    res['open'] = dist.is_initialized()
+    assert dist.is_initialized()==own
     if own: teardown_distrib()
-    return res
 
 @pytest.mark.parametrize('W', [2, 3])
-def test_values_by_hand(W):
-    k = W*(W+1)//2
-    t = torch.arange(6.).view(2, 3)*k
-    for r,got,own in [(r,got,own) for r,both in enumerate(run_ranks(rank_collectives, W)) for got,own in zip(both, (False,True))]:
-        assert got['W']==W and got['open']==own
-        assert got['sum']==t.tolist() and got['kept']==(torch.arange(6.).view(2, 3)*(r+1)).tolist() and got['strided']==t.T.tolist()
-        assert got['int']==[k, W*2**40] and got['scalar']==k+W*.5
-        assert got['mean']==([7/4, 9/4][W-2]) and tuple(got['mean_shape'])==(1, 2)
-        rows = [[], [[10., 11.]], [[20., 21.], [22., 23.]]][:W]
-        assert got['rows']==rows and got['dst']==(rows if r==1 else None)
-        assert got['bool']==[[True]*(i+1) for i in range(W)] and got['none']==[(0, 2, 3)]*W and got['bf16']==[[float(i)] for i in range(W)]
-        assert got['obj']==W-1 and got['bcast']==['a', 0] and not got['grad']
+def test_values_by_hand(W): run_ranks(rank_collectives, W)
 
 # --- rank0_first: order, failures, groups -----------------------------------------------------------------------------------
 

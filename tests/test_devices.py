@@ -80,15 +80,6 @@ def test_a_device_without_float64(W, kind):
         assert got[0]['device']==f'{kind}:{r}' and all(map(torch.isfinite, torch.tensor(got[2]['res']['fits'][0]['losses'])))
         assert len(faults)==1 and 'wide_dtype' in faults[0]
 
-def rank_weighted():
-    with SimulatedGPU(1, kind='xpu', float64=False):
-        n = torch.tensor(3., device='xpu')
-        return [(o.item(),str(o.device)) for o in (losses.weighted(.5, n), losses.weighted(n, 2), losses.weighted(torch.tensor(.5), n))]
-
-@needs_device
-def test_a_number_times_a_count_of_the_device():
-    assert run_ranks(rank_weighted, 1)==[[(1.5,'xpu:0'), (6.,'xpu:0'), (1.5,'cpu')]]
-
 def test_sums_of_a_metric_without_float64(monkeypatch):
     "20,000 batches: a sum in float32 is right to three digits"
     monkeypatch.setattr(losses, 'wide_dtype', lambda device: torch.float32)

@@ -3,7 +3,6 @@ import gzip,hashlib,os,re
 from collections import Counter
 from importlib.util import module_from_spec,spec_from_file_location
 import pytest,torch
-import torchvision # noqa: F401  (so that ranks start with it)
 from learnerdist.testing import run_ranks
 from learnerdist.launch.cli import run_target
 from helpers import Fork,environment,free_port,root,serve,start

@@ -1,12 +1,7 @@
 "fastai's Learner on W ranks and on one process: the same weights, numbers and predictions"
-import functools, io, random, sys, warnings
-from contextlib import contextmanager, redirect_stdout
-import pytest
-pytest.importorskip('fastai')
-import torch, torch.distributed as dist
-import fastai.callback.all # noqa: F401
-from fastai.basics import Adam, Callback, DataLoaders, Learner, SGD
-from torch import nn
+import fastai.torch_core, pytest, torch.distributed as dist
+from fastai.callback.all import *
+from fastai.basics import *
 from learnerdist.core.env import group_rank
 from learnerdist.fastai import *
 from learnerdist.fastai.trainer import fastais_gather

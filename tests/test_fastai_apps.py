@@ -1,21 +1,8 @@
 "fastai's applications end to end, its downloads, and transforms"
-import contextlib, io, random, tarfile, warnings
-from pathlib import Path
-import pytest
-pytest.importorskip('fastai')
-import numpy as np, pandas as pd, torch
-from fastai.basics import (accuracy, Callback, CategoryBlock, ClassificationInterpretation, CrossEntropyLossFlat, DataBlock, Datasets,
-                           Dice, Interpretation, Normalize, Perplexity, RandomSplitter, rmse, SGD, untar_data)
-from fastai.callback.all import MixUp
-from fastai.vision.all import (aug_transforms, ImageBlock, ImageDataLoaders, PILImage, Resize, SegmentationDataLoaders, unet_learner,
-                               vision_learner)
-from fastai.text.all import (AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config, BaseTokenizer, language_model_learner,
-                             text_classifier_learner, TextDataLoaders, Tokenizer)
-from fastai.collab import collab_learner, CollabDataLoaders
-from fastai.callback.tensorboard import TensorBoardCallback
-from torch import nn
+import contextlib, pytest, tarfile
+from fastai.text.all import *
+from fastai.collab import *
 from torch.utils._pytree import tree_leaves
-from torchvision.models import resnet18 as whole_resnet
 from helpers import serve
 from stand_ins import save, texts
 from test_fastai import asking, close, ctx, data, floats, history, make, on_1_and_2, per_rank, same
@@ -44,7 +31,8 @@ class ToDouble(Callback):
 
 def resnet18(**kw):
     "Its first half, a twentieth of the weights"
-    model = whole_resnet(**kw)
+    import torchvision
+    model = torchvision.models.resnet18(**kw)
     model.layer3 = model.layer4 = nn.Identity()
     return model
 
@@ -59,6 +47,8 @@ def without_dropout(model):
 def recorded(learn): return floats(learn.recorder.losses),[floats(o) for o in learn.recorder.values]
 
 def vision(W, rank, path):
+    from fastai.vision.all import ImageDataLoaders, Resize, vision_learner
+    from fastai.callback.tensorboard import TensorBoardCallback
     seeds(W)
     files = sorted((path/'images').iterdir())
     tfms = dict(item_tfms=Resize(32), batch_tfms=Normalize.from_stats([.5]*3, [.5]*3))
@@ -98,6 +88,7 @@ def test_vision(Ws, found):
     assert {o.name for o in (found.path/'boards').iterdir()}=={f'{W}_0' for W in (0,*Ws)}
 
 def unet(W, rank, path):
+    from fastai.vision.all import SegmentationDataLoaders, unet_learner
     seeds(W)
     files = sorted((path/'images').iterdir())[:15]
     kw = dict(valid_pct=.2, seed=1, bs=per_rank(6, W), num_workers=0, device='cpu')
@@ -202,9 +193,12 @@ def test_rank0_first_downloads_once(tmp_path):
 
 # --- the same bits ----------------------------------------------------------------------------------------------------------
 
-def drawn_picture(i): return PILImage.create(np.random.default_rng(int(i)).integers(0, 255, (20,20,3), dtype=np.uint8))
+def drawn_picture(i):
+    from fastai.vision.all import PILImage
+    return PILImage.create(np.random.default_rng(int(i)).integers(0, 255, (20,20,3), dtype=np.uint8))
 def abc(i): return 'abc'[int(i)%3]
 def bits(mixed=True):
+    from fastai.vision.all import ImageBlock, aug_transforms, vision_learner
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     block = DataBlock((ImageBlock,CategoryBlock), get_x=drawn_picture, get_y=abc, splitter=RandomSplitter(seed=1),

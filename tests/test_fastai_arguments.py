@@ -1,24 +1,19 @@
 "Whoever comes from fastai gives arguments by position as there: where our order is another one, they are keywords only"
-import ast, inspect, json, re
+import ast, functools, inspect, json, re
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-
-import fastai.callback.all
-import fastai.distributed
-import fastai.tabular.all
-import fastai.text.all
-import fastai.vision.all
 import pytest
 from fastai.learner import Learner as FastaiLearner
-
 from test_fastai import make
 import learnerdist.all as ours
 import learnerdist.fastai as with_fastai
 from learnerdist.fastai import checkpoint as fastai_checkpoint, learner as fastai_learner
 
-modules = fastai.vision.all,fastai.text.all,fastai.tabular.all,fastai.callback.all,fastai.distributed
-theirs = {}
-for o in modules: theirs |= vars(o)
+@functools.cache
+def theirs():
+    modules = [import_module(f'fastai.{o}') for o in ('vision.all','text.all','tabular.all','callback.all','distributed')]
+    return {k: v for o in modules for k,v in vars(o).items()}
 
 # Ours to fastai's: another word for the same, or for something with the same place in a call
 words = dict(pred='inp', model='m', optimizer='opt', device='gpu', dtype='amp_mode', dataset='dl', state_dict='sd')
@@ -40,7 +35,7 @@ def parameters(f):
 def pairs(names, module):
     "(name, ours, fastai's) of functions, classes and methods with the same name"
     for k in names:
-        a,b = getattr(module, k),theirs.get(k)
+        a,b = getattr(module, k),theirs().get(k)
         if b is None or a is b or not callable(a): continue
         yield k,a,b
         if not isinstance(a, type): continue

@@ -1,17 +1,7 @@
 "fastai's callbacks on several ranks: decisions, files, accumulation, the finder of learning rates"
-import contextlib, copy, io, math, random, sys, types, warnings
-import pytest
-pytest.importorskip('fastai')
-import torch
-from fastai.basics import (Adam, Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
-                           CancelStepException, CancelTrainException, CancelValidException, CrossEntropyLossFlat, Datasets,
-                           FetchPredsCallback, GatherPredsCallback, LabelSmoothingCrossEntropy, LabelSmoothingCrossEntropyFlat,
-                           load_learner, SkipToEpoch)
-from fastai.callback.all import (ActivationStats, ChannelsLast, CollectDataCallback, CSVLogger, CutMix, EarlyStoppingCallback,
-                                 GradientAccumulation, GradientClip, MixUp, ReduceLROnPlateau, rnn_cbs, SaveModelCallback,
-                                 ShortEpochCallback, ShowGraphCallback, TerminateOnNaNCallback)
-import fastai.callback.fp16 # noqa: F401
-from torch import nn
+import contextlib, pytest
+from fastai.basics import *
+from fastai.callback.all import *
 from test_fastai import F64, asking, close, ctx, data, floats, history, make, on_1_and_2, per_rank, same, state
 from learnerdist.core.env import current_group, group_rank, group_size
 from learnerdist.fastai import *
@@ -375,7 +365,7 @@ def finds(W, rank, path):
     plt.close('all')
     with ctx(learn, W):
         learn.fit(1)
-        before,opt = state(learn),[copy.deepcopy(learn.opt.state[p]) for p in learn.model.parameters()]
+        before,opt = state(learn),[deepcopy(learn.opt.state[p]) for p in learn.model.parameters()]
         found = [learn.lr_find(num_it=24, end_lr=e, show_plot=e==10)[0] for e in (10,1e4)]
         lrs,losses = floats(learn.recorder.lrs),floats(learn.recorder.losses)
         close(state(learn), before, 0)
@@ -398,28 +388,25 @@ def test_lr_find(Ws, found):
               'bit by bit; no file left; one plot, from rank 0')
     assert [o.name for W in (0,1,*Ws) for o in (found.path/f'finds/{W}').rglob('*')]==['models']*(len(Ws)+2)
 
-class FailsLate(Callback):
-    at = 'after_batch'
+class Raises(Callback):
+    "In an event on one rank, or on all; `at`: in this batch of training only"
+    order = -5 # before the Recorder
+    def __init__(self, event, exc, rank=None, at=None): self.event,self.exc,self.rank,self.at = event,exc,rank,at
     def __call__(self, event):
-        if event==self.at and self.training and self.learn.iter==2 and group_rank()==1: raise self.what
-
-class CancelsStep(FailsLate): # the others add up losses meanwhile
-    at,what = 'before_step',CancelStepException
+        if event!=self.event or self.rank not in (None,group_rank()): return
+        if self.at is None or self.training and self.learn.iter==self.at: raise self.exc
 
 def find_fails(W, rank, path):
     res = []
     for what in (CancelFitException(), KeyError('here')):
-        learn = make(W, rank, path=path/'fails')
-        cb = FailsLate()
-        cb.what = what
-        learn.add_cb(cb)
+        learn = make(W, rank, path=path/'fails', cbs=Raises('after_batch', what, 1, 2))
         start = state(learn) if rank==0 else None
         try:
             with quiet(learn), learn.distrib_ctx(seed=3): learn.lr_find(num_it=20, show_plot=False, suggest_funcs=None)
         except (KeyError,RuntimeError) as e: how = type(e).__name__
         else: how = 'ended'
         res.append((how, state(learn), start))
-    learn = make(W, rank, path=path/'fails', cbs=CancelsStep)
+    learn = make(W, rank, path=path/'fails', cbs=Raises('before_step', CancelStepException, 1, 2)) # the others add up losses meanwhile
     with quiet(learn), learn.distrib_ctx(seed=3, timeout_s=20): found = learn.lr_find(num_it=20, show_plot=False)
     res.append((len(learn.recorder.losses), found[0], None))
     return res
@@ -432,21 +419,13 @@ def test_lr_find_leaves_nothing_when_it_ends_early(found):
         for got,first in zip(r[:2], ranks[0]): close(got[1], first[2], 0)
     assert [o.name for o in (found.path/'fails').rglob('*')]==['models']
 
-class NeverBegins(Callback):
-    order = -5 # before the Recorder
-    def before_fit(self): raise CancelFitException
-
-class FailsOnRank0(Callback):
-    def after_pred(self):
-        if group_rank()==0: raise KeyError('here')
-
 def ends_early(W, rank, path):
     learn = make(W, rank, n_valid=5, drop_last=False) # a batch for rank 0, and none for rank 1
     with quiet(learn), learn.distrib_ctx(seed=3):
-        learn.fit(1, cbs=NeverBegins())
+        learn.fit(1, cbs=Raises('before_fit', CancelFitException))
         targs = [learn.get_preds(0, reorder=o)[1] for o in (False,True)]
     try:
-        with quiet(learn), learn.distrib_ctx(seed=3): learn.get_preds(cbs=FailsOnRank0())
+        with quiet(learn), learn.distrib_ctx(seed=3): learn.get_preds(cbs=Raises('after_pred', KeyError('here'), 0))
     except (KeyError,RuntimeError) as e: how = type(e).__name__
     return how,targs
 

@@ -1,13 +1,7 @@
 "The same `Checkpoint` for fastai's Learner: alone and on two ranks, in mid-epoch, between epochs, and after a signal"
-import random,shutil
 from contextlib import nullcontext
-from functools import partial
-from types import SimpleNamespace
-import pytest, torch
-from fastai.basics import accuracy, DataLoader, DataLoaders, Learner
-from fastai.callback.all import CSVLogger, EarlyStoppingCallback
-from fastai.callback.core import Callback
-from fastai.text.all import LMDataLoader
+import pytest
+from fastai.text.all import *
 from learnerdist.all import EMA
 from learnerdist.checkpoint.checkpoint import preempted_status
 from learnerdist.checkpoint.position import set_streams,streams_now
@@ -16,7 +10,6 @@ from learnerdist.distributed.comparison import digest
 from learnerdist.fastai import Checkpoint
 from learnerdist.testing import run_ranks
 from test_checkpoint import Shaken, differing, resumed_everywhere, stopped
-from torch import nn
 
 def learner(path, workers=0):
     torch.manual_seed(3)

@@ -1,9 +1,6 @@
 "What strangers ran into with fastai's Learner: an error that names the remedy, or the run of one process"
-from functools import partial
-from types import SimpleNamespace
-import pytest,torch
-from fastai.basics import Callback, DataLoader, DataLoaders, Learner, noop, OptimWrapper, TfmdLists
-from torch import nn
+import pytest
+from fastai.basics import *
 from harness import all_warnings
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks

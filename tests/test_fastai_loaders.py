@@ -1,23 +1,14 @@
 "Each kind of fastai's loaders: dealt out, trained on, predicted in order"
-import random, warnings
 import pytest
-pytest.importorskip('fastai')
-import numpy as np, pandas as pd, torch
-from fastai.basics import (CategoryBlock, ClassificationInterpretation, DataBlock, DataLoader, DataLoaders, Datasets, Learner, Normalize,
-                           Perplexity, SGD, SkipItemException, TfmdDL, Transform)
-from fastai.callback.all import ModelResetter
-from fastai.text.all import LMDataLoader, Pad_Input, SortedDL
-from fastai.tabular.all import Categorify, FillMissing, tabular_learner, TabularPandas
-from torch import nn
-from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset
+from fastai.text.all import *
+from fastai.tabular.all import *
+from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 from helpers import Of
 from test_fastai import CrossEntropy, accuracy, asking, ctx, data, history, items, on_1_and_2, per_rank, plain, same
 from learnerdist.core.collectives import gather_rows
 from learnerdist.fastai import *
 from learnerdist.fastai.loaders import ShareDL
-from learnerdist.data.distributed_dl import DistributedDL as OurDL
-from learnerdist.data.distributed_dl import reindexed
+from learnerdist.data.distributed_dl import DistributedDL as OurDL, reindexed
 from learnerdist.data.loaders import TfmdDL as OurTfmdDL
 
 warnings.filterwarnings('ignore')

@@ -1,15 +1,8 @@
 "Every metric of fastai's, a user's own, and every option of get_preds: what ranks report is what one process reports"
-import re, warnings
-from types import SimpleNamespace
 import pytest
-pytest.importorskip('fastai')
-import torch
-from fastai import learner as fastai_learner
-from fastai import metrics as fm
-from fastai.basics import AvgMetric, CrossEntropyLossFlat, DataLoaders, Learner, Metric, SGD, TensorBase, TfmdDL, ValueMetric
+from fastai.basics import *
+from fastai import learner as fastai_learner, metrics as fm
 from sklearn.metrics import f1_score
-from torch import nn
-from torch.nn import functional as F
 from test_fastai import accuracy, asking, close, ctx, floats, items, make, on_1_and_2, per_rank, same, state
 from test_fastai_callbacks import quiet
 from learnerdist.core.env import group_rank

@@ -1,12 +1,6 @@
 "Scenes of the table with fastai's Learner: some on 2 ranks, and before a release each on 3, are what they are on one process"
-import functools, warnings
-from functools import partial
 import pytest
-pytest.importorskip('fastai')
-import torch
-from fastai.data.core import DataLoaders, TfmdDL
-from fastai.learner import Learner
-from fastai.optimizer import OptimWrapper
+from fastai.basics import *
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 from harness import close

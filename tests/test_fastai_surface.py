@@ -1,19 +1,10 @@
 "fastai's own signatures, subclasses, flags and warnings within the context: what a script may do without a context, it may do here"
-import importlib, io, warnings
-from contextlib import redirect_stdout
-import numpy as np, pandas as pd, pytest
-pytest.importorskip('fastai')
-import torch
-from fastai.callback.tracker import SaveModelCallback
-from fastai.collab import CollabDataLoaders, collab_learner
-from fastai.data.core import DataLoaders, TfmdDL
-from fastai.tabular.all import Categorify, TabularDataLoaders, tabular_learner
-from fastai.text.all import (AWD_LSTM, TextDataLoaders, Tokenizer, awd_lstm_lm_config, language_model_learner)
-from fastai.vision.gan import FixedGANSwitcher, GANLearner
-from torch import nn
+import importlib, pytest
+from fastai.collab import *
+from fastai.tabular.all import *
+from fastai.text.all import *
 from harness import all_warnings
-from test_fastai import (Callback, Learner, SGD, asking, close, ctx, floats, items, make, on_1_and_2, per_rank,
-                         same, state)
+from test_fastai import asking, close, ctx, floats, items, make, on_1_and_2, per_rank, same, state
 from test_fastai_apps import Words, texts
 from learnerdist.fastai import *
 from learnerdist.data.distributed_dl import set_epoch
@@ -226,6 +217,7 @@ def size_of(out, *_): return out.abs().mean()
 
 def gan(W, rank, path, n=48):
     "Its trainer calls `learn.model.switch`, and keeps what it needs on the model"
+    from fastai.vision.gan import FixedGANSwitcher, GANLearner
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(1+rank if W else 1)
     g = torch.Generator().manual_seed(0)

@@ -1,11 +1,7 @@
 "What fastai has no equivalent of, on its learner: torch's schedulers, scaled rates, hooks, top-k files, times, batch sizes"
-import contextlib, warnings
-from functools import partial
-from pathlib import Path
-import pytest, torch
-from torch import nn
+import contextlib, pytest
 from torch.optim.lr_scheduler import MultiStepLR
-from fastai.basics import AvgMetric, Callback, SGD
+from fastai.basics import *
 from fastai.callback.hook import hook_output
 from scenes import picture
 from test_fastai_scenes import fastais

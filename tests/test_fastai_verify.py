@@ -1,9 +1,7 @@
 "`verify` on fastai's own Learner"
-import pytest,torch
-from fastai.basics import accuracy, CrossEntropyLossFlat, DataLoader, DataLoaders, Learner, RocAuc, TensorBase
-from fastai.layers import ToTensorBase
-from fastai.callback.all import CSVLogger, GradientAccumulation, MixUp, SaveModelCallback
-from torch import nn
+import pytest
+from fastai.basics import *
+from fastai.callback.all import *
 import learnerdist.fastai # noqa: F401
 from learnerdist.verify import verify
 

@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
+import fastai.basics as fb
 from fastai.callback.tracker import SaveModelCallback as FastaiSave
-from fastai.data.core import DataLoaders as FastaiLoaders
-from fastai.data.load import DataLoader
-from fastai.learner import Learner as FastaiLearner
 from learnerdist.all import *
 from learnerdist.fastai import load_learner
 from learnerdist.core import env
@@ -227,8 +225,8 @@ class Rows(list): # as `export` wants it
 
 def fastai_learner(path):
     learn = make(path)
-    dl = DataLoader(Rows([(torch.ones(4),torch.ones(1))]*4), bs=2)
-    return FastaiLearner(FastaiLoaders(dl, dl), learn.model, F.mse_loss, path=path)
+    dl = fb.DataLoader(Rows([(torch.ones(4),torch.ones(1))]*4), bs=2)
+    return fb.Learner(fb.DataLoaders(dl, dl), learn.model, F.mse_loss, path=path)
 
 def test_a_file_of_an_earlier_run_is_never_read_after_a_save(tmp_path):
     "Whether rank 0 has saved alone, or all ranks have, and for good"

@@ -119,20 +119,4 @@ def test_fine_tune(W, found):
     assert torch.equal(one['fine_tune'][body], one['freeze'][body]) and not torch.equal(one['unfreeze'][body], one['freeze'][body])
     assert not torch.equal(one['fine_tune'][136:152], one['freeze'][136:152]) # BatchNorm in the frozen group trains, as in fastai
 
-# --- looking, test data, and use elsewhere --------------------------------------------------------------------------------------
-
-def predicted(W, rank, path):
-    learn = learner()
-    with learn.distrib_ctx(seed=3):
-        learn.fit(1)
-        test = learn.dls.test_dl([x for x,_ in images(7, 2)], bs=2)
-        labelled = learn.dls.test_dl(images(7, 2), with_labels=True)
-        res = dict(train=learn.validate(ds_idx=0), valid=learn.validate(dl=labelled))
-        return res | dict(test=learn.get_preds(dl=test)[0], plain=learn.get_preds()[0])
-
-@on_2
-def test_predictions(W, found):
-    one = alike(found, predicted, W)
-    assert one['test'].shape==(7,4)
-
-found = asking(find, find_cancelled, tuned, predicted)
+found = asking(find, find_cancelled, tuned)
