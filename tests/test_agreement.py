@@ -126,6 +126,20 @@ def test_a_handler_of_a_cancel_cancels_the_fit(found):
     close(second, [of_all,of_one], 0)
     for o in (of_all,of_one): assert [epoch for *_,epoch,_ in o[:3]]==[0]*3
 
+of_two = [('before_train',CancelTrainException,CancelFitException), ('before_train',CancelEpochException,CancelTrainException),
+          ('before_validate',CancelValidException,CancelFitException), ('after_validate',CancelFitException,CancelEpochException)]
+def two_scopes(W, rank, path):
+    "Each of two ranks cancels another loop at the same point: how many epochs have their numbers, and steps taken"
+    res = []
+    for event,*excs in of_two:
+        learn,trace = make(),Trace()
+        with learn.distrib_ctx(seed=1, timeout_s=20): learn.fit(2, cbs=[trace,*[Raise(event, exc, i) for i,exc in enumerate(excs)]])
+        res.append((len(learn.recorder.values), trace.steps))
+    return res
+
+def test_ranks_that_cancel_two_loops_at_once_leave_the_wider_one(found):
+    for r in found(two_scopes, 2): assert r==[(0,0),(2,4),(0,4),(1,4)]
+
 class Meets(Callback):
     "In each training batch: a collective, or a loop that all ranks share"
     def __init__(self, event, meet): setattr(self, event, lambda: meet(self.learn) if self.training else None)
@@ -308,7 +322,7 @@ def handlers(W, rank, path): return [widened(o) for o in (None,1)]
 def cancels_inside(W, rank, path): return [cancel_inside(*o) for o in insides]
 def ends_and_nans(W, rank, path): return rank_extreme(),cancels_before_a_forward_pass(),[with_a_nan(o) for o in (-1,1)]
 def leaves(W, rank, path): return [leaves_from_within(*o) for o in left]
-found = asking(alone=(handlers, met, penalised, cancels_inside, ends_and_nans, leaves))
+found = asking(alone=(handlers, two_scopes, met, penalised, cancels_inside, ends_and_nans, leaves))
 
 def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans(found):
     a,b = found(ends_and_nans, 2)
