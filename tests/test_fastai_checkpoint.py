@@ -2,6 +2,7 @@
 from contextlib import nullcontext
 import pytest
 from fastai.text.all import *
+from harness import all_warnings
 from learnerdist.all import EMA
 from learnerdist.checkpoint.checkpoint import preempted_status
 from learnerdist.checkpoint.position import set_streams,streams_now
@@ -115,6 +116,14 @@ def test_done_and_more_epochs(tmp_path, capsys):
     with pytest.raises(ValueError, match='holds checkpoints of another run'):
         learn = fit(tmp_path/'d', 1)
         learn.fit(1, cbs=Checkpoint('ckpt'))
+
+def test_other_first_weights_are_no_changed_fit(tmp_path):
+    "A checkpoint replaces them; the groups of fastai's optimizers hold them beside the settings"
+    for n in (1,2):
+        learn = learner(tmp_path)
+        nn.init.constant_(learn.model[-1].weight, n)
+        with learn.no_bar(), all_warnings() as ws: learn.fit(n, cbs=Checkpoint('ckpt', resume=True))
+    assert [str(o.message) for o in ws if '[changed-fit]' in str(o.message)]==[]
 
 class Predicts(Callback):
     "fastai counts steps and epochs from 0 again in such a loop"

@@ -2,6 +2,7 @@
 import pytest
 from fastai.basics import *
 from harness import all_warnings
+from learnerdist.core.lending import replaced
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 
@@ -73,6 +74,18 @@ def sam():
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
     return learn.model.weight.tolist()
 
+class RankZeroPredicts(Callback):
+    "As `predict` and `show_results` do, from which fastai's counters come back as 0"
+    busy = False
+    def after_epoch(self):
+        if self.busy or rank_distrib(): return
+        with replaced(self, busy=True): self.learn.get_preds(dl=[(torch.ones(2, 3),torch.zeros(2).long())])
+
+def predicts_on_rank_0():
+    learn = learner(cbs=RankZeroPredicts())
+    with learn.no_bar(), learn.distrib_ctx(timeout_s=20): learn.fit(2)
+    return learn.train_iter
+
 def outside():
     "In no context: each rank trains on all of the data"
     learn = learner()
@@ -89,7 +102,7 @@ def rank_of_one():
 def outcomes(n):
     "What each script comes to on this rank"
     res = {}
-    for f in (without_targets,no_loss,typed,sam,outside,*[rank_of_one]*(n==1)):
+    for f in (without_targets,no_loss,typed,sam,predicts_on_rank_0,outside,*[rank_of_one]*(n==1)):
         try: res[f.__name__] = f()
         except Exception as e: res[f.__name__] = str(e)
     return res
@@ -102,4 +115,5 @@ def test_scripts(n):
     for o in ranks:
         assert 'has no targets' in o['without_targets'] and 'Graph' in o['without_targets']
         assert 'the loss is None: let loss_func' in o['no_loss'] and o['typed'] is True
+        assert n==1 or o['predicts_on_rank_0']==4
         assert len(o['sam'])==2 and o['sam']==ranks[0]['sam'] and (n>1 or o['rank_of_one']==2)

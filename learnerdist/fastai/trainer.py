@@ -311,9 +311,12 @@ class DistributedTrainer(Adapter):
         with self.on_its_own(), sharded.on_rank0() if sharded else nullcontext(): cb(event)
         self.rank0s += [o for o in self.learn.cbs if all(o is not p for p in before)]
 
+    @contextmanager
     def on_its_own(self):
-        "Context in which this rank's loops run without votes and exchanges"
-        return replaced(self, alone=True)
+        """Context in which this rank's loops run without votes and exchanges. Then its counters, which fastai sets to 0
+        in them, are again those of the other ranks"""
+        counters = {k: v for k,v in vars(self.learn).items() if k in ('epoch','train_iter','pct_train')}
+        with replaced(self, alone=True),replaced(self.learn, **counters): yield
 
     @contextmanager
     def loop(self):

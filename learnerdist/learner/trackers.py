@@ -23,7 +23,7 @@ from .loggers import LogWriter
 def run_config(learn, world:int)->dict:
     "The configuration of a fit on `world` ranks, in its `before_fit`: numbers and texts that JSON keeps as they are"
     dl,opt = learn.dls.train,learn.opt
-    groups = getattr(opt, 'param_groups', None) or getattr(opt, 'hypers', [{}])
+    groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', [{}]) # fastai's param_groups hold the weights
     dataset = getattr(dl.source if hasattr(dl, 'dealer') else dl, 'dataset', None)
     batch_size = getattr(getattr(dl, 'dealer', None), 'global_bs', None)
     bs = batch_shape(dl)[0]
