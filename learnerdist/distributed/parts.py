@@ -92,7 +92,10 @@ def begin_sum(t:Tensor)->torch.futures.Future:
     W,group = group_size(),current_group()
     if W==2 or t.is_sparse:
         work = dist.all_reduce(t, group=group, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
+        def result(done):
+            total, = done.value()
+            return torch.view_as_complex(total) if t.is_complex() else total # torch sends complex numbers as real ones
+        return work.get_future().then(result)
     n = -(-t.numel()//W)
     rows = t.new_zeros(W, n)
     rows.view(-1)[:t.numel()] = t.reshape(-1)
