@@ -128,13 +128,25 @@ class PartSums:
         "Add them to a bucket of DDP"
         if bucket.buffer().is_sparse: return self._add_sparse(bucket)
         for found in self.pending:
-            pairs = [(g,found[p]) for p,g in zip(bucket.parameters(), bucket.gradients()) if p in found]
+            pairs = [(g,found[p]) for p,g in zip(bucket.parameters(), _gradients(bucket)) if p in found]
             if pairs: foreach_add(*map(list, zip(*pairs)))
 
     def _add_sparse(self, bucket): # of one parameter; it has no `gradients`
         p, = bucket.parameters()
         for found in self.pending:
             if p in found: bucket.set_buffer(add_grads({p: bucket.buffer()}, {p: found[p]})[p])
+
+def _gradients(bucket)->list:
+    """Views of the gradients in a bucket, laid out as DDP does it: as their parameters, if these are dense.
+    `bucket.gradients()` takes channels_last for contiguous, and complex numbers for real ones"""
+    params = bucket.parameters()
+    flat = bucket.buffer()
+    if params[0].is_complex(): flat = torch.view_as_complex(flat.view(-1, 2))
+    return [*map(_view_like, flat.split([p.numel() for p in params]), params)]
+
+def _view_like(flat, p):
+    strides = torch.empty_like(p, device='meta').stride() # those of `p`, if it is dense
+    return flat.as_strided(p.shape, strides) if strides==p.stride() else flat.view(p.shape)
 
 def _plain(hook):
     def register(ddp, links, parts=None):
