@@ -237,7 +237,8 @@ threading.Event().wait()
 '''
 
 @pytest.mark.parametrize('how,messages,status', [
-    ('interrupt','KeyboardInterrupt:  (',130), pytest.param('SIGTERM','ended by SIGTERM',143, marks=pytest.mark.long), ('in C','CancelledError: no',1)])
+    ('interrupt','KeyboardInterrupt:  (',130),
+    pytest.param('SIGTERM','ended by SIGTERM',143, marks=pytest.mark.long), ('in C','CancelledError: no',1)])
 def test_the_rank_that_failed_is_named(how, messages, status, tmp_path):
     "And not one that torchrun ends because of it, by SIGTERM, or by SIGKILL where it does not hear that"
     res = start('--nproc', 3, *shutdown_in(1), write(tmp_path, wrong), how, env=environment(TMPDIR=str(tmp_path))).result()
