@@ -29,7 +29,7 @@ def close(a, b, tol=1e-9, at=''):
         for i,o in enumerate(zip(a, b)): close(*o, tol, f'{at}[{i}]')
     elif isinstance(b, (Tensor,int,float,list,tuple)):
         if tol==0: assert getattr(a, 'dtype', None)==getattr(b, 'dtype', None), f'{at}: {a}, {b}'
-        x,y = (torch.as_tensor(o, dtype=torch.float64, device='cpu') for o in (a, b))
+        x,y = (torch.as_tensor(o, dtype=torch.complex128, device='cpu') for o in (a, b))
         torch.testing.assert_close(x, y, atol=tol, rtol=tol, equal_nan=True, msg=lambda m: f'{at}: {m}')
     else: assert a==b, f'{at}: {a!r}, {b!r}'
 

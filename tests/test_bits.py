@@ -38,6 +38,15 @@ class Shifted(nn.Sequential):
     def forward(self, x):
         if self.training: self.mean = self.mean*.9+x.mean(0)*.1
         return super().forward(x-self.mean)
+class Laid(nn.Module):
+    "Its parameters are channels_last, transposed, every second column of a tensor, and complex"
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
+        self.mixed = nn.Parameter(torch.randn(16, 64).t()/8)
+        self.second = nn.Parameter((torch.randn(16, 6)/4)[:,::2])
+        self.wave = nn.Linear(3, 3, dtype=torch.complex64)
+    def forward(self, x): return self.wave((self.convs(x).flatten(1)@self.mixed@self.second)+0j).abs()
 def tags(): return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 3))
 def of_tokens(p, t): return F.cross_entropy(p.flatten(0, 1), t.flatten())
 
@@ -68,7 +77,7 @@ scenes = dict(
     a_part_cancelled=of_bits(cbs=lambda: [OnOneRank('after_pred', CancelBatchException, 1, 5)]),
     cancelled_late=of_bits(cbs=lambda: [OnOneRank('after_loss', CancelBatchException, 2, 0)]),
     fit_cancelled=of_bits(cbs=lambda: [OnOneRank('before_backward', CancelFitException, 4, 6)]),
-    buffer=of_bits(model=Shifted),
+    buffer=of_bits(model=Shifted), layouts=of_bits(ds=pictures, model=Laid),
     # the last part of one process, and of one of two ranks: the others go on, so the step is taken
     cancelled_after_a_backward_pass=of_bits(cbs=lambda: [OnOneRank('after_backward', CancelFitException, 1, 7)]),
     # whose sum is rounded

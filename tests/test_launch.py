@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import Fork,Waiting,environment,free_port,launcher,root,shutdown_in,start,write
 from learnerdist.core.hosts import foreign_rank
+from learnerdist.core.stacks import describe_error
 from learnerdist.launch.cli import _choose_nproc,get_parser,guess,run_target
 from learnerdist.launch import agent,main,processes,run,watch
 from learnerdist.launch.forkserver import Output
@@ -146,6 +147,29 @@ def test_tracebacks_that_cannot_be_written(ended, tmp_path):
     for _ in range(2): assert len(job.explain()) == 2
     assert [o.read_text() for o in args.log_dir.iterdir()] == ['rank 1:\n']*2
 
+def test_a_report_of_what_is_no_text(ended, tmp_path):
+    "A file name that is no UTF-8, in a message; an exception whose `str` fails"
+    args = get_parser().parse_args(['--log-dir', str(tmp_path/'log'), 'x.py'])
+    (tmp_path/'log').mkdir()
+    job = watch.Job(args, [], None, tmp_path)
+    job.ranks.append(ended(1, 1, kind='OSError', message='no \udce9.jpg', trace='OSError: no \udce9.jpg', time=1.))
+    assert job.explain()[1].startswith('all tracebacks: ')
+    assert [o.read_text() for o in (tmp_path/'log').glob('*.txt')] == ['rank 1:\nOSError: no \\udce9.jpg']
+    class NoText(Exception):
+        def __str__(self): raise TypeError
+    assert describe_error(NoText())['message'] == '<exception str() failed>'
+
+def test_output_that_nobody_reads(monkeypatch):
+    "As after `| head`: the launcher goes on, and a rank that prints there gets the error"
+    class Closed:
+        def write(self, text): raise BrokenPipeError
+    monkeypatch.setattr(sys, 'stdout', Closed())
+    out = Output('', 'stdout')
+    os.write(out.writer, b'y\n')
+    os.close(out.writer)
+    assert out.show()
+    out.close()
+
 def test_output_that_never_ends():
     "A process that a rank has left prints on, faster than the launcher reads"
     class Again:
@@ -205,6 +229,7 @@ def test_another_launch_had_this_endpoint(tmp_path, monkeypatch):
 wrong = '''import asyncio,os,signal,sys,threading
 if os.environ['RANK'] == '2':
     if sys.argv[1] == 'SIGTERM': os.kill(os.getpid(), signal.SIGTERM)
+    if sys.argv[1] == 'interrupt': os.kill(os.getpid(), signal.SIGINT)
     sys.excepthook = lambda *a: print('my hook', a[1])
     raise asyncio.CancelledError('no')
 if sys.argv[1] == 'in C' and os.environ['RANK'] == '0': signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -212,6 +237,7 @@ threading.Event().wait()
 '''
 
 @pytest.mark.parametrize('how,messages,status', [
+    ('interrupt','KeyboardInterrupt:  (',130),
     pytest.param('SIGTERM','ended by SIGTERM',143, marks=pytest.mark.long), ('in C','CancelledError: no',1)])
 def test_the_rank_that_failed_is_named(how, messages, status, tmp_path):
     "And not one that torchrun ends because of it, by SIGTERM, or by SIGKILL where it does not hear that"

@@ -269,6 +269,18 @@ def unused(*_):
     return fitted(idle),skips(),skips(**expects),skips(3),skips(1, LaterIdle, 1, timeout_s=20),*gans
 def skips_last(): return skips(3)
 
+class SkipsSecond(Callback):
+    run_valid,n = False,0
+    def before_batch(self):
+        get_model(self.model).skips = self.n%2==1
+        self.n += 1
+def skips_part(): return fitted(lambda: learner(Later(), cbs=SkipsSecond()), global_bs=8, max_bs=2)[0]
+
+def test_what_the_last_part_of_a_step_does_not_use():
+    "It has a gradient, of an earlier part, which does not travel: an error, too"
+    of_part = 'ValueError: [unused-parameters] no gradient for what earlier parts'
+    for o in run_ranks(skips_part, 2): assert o.startswith(of_part) and 'find_unused_parameters=True' in o, o
+
 def test_unused_parameters(found):
     """Named, also where a callback trains them; an error with its remedy if a later batch is the first that does not use
     some, and the run of one process with it"""

@@ -63,7 +63,8 @@ _library = sysconfig.get_path('stdlib'),str(Path(learnerdist.__file__).parent),'
 # %% ../../nbs/core/00_stacks.ipynb #c005c
 def describe_error(e:BaseException)->dict:
     "An exception as texts: `kind` (name of its type), `message`, `trace` (its traceback)"
-    return dict(kind=type(e).__name__, message=str(e), trace=''.join(traceback.format_exception(e)))
+    o = traceback.TracebackException.from_exception(e) # whose text is there also if `str(e)` fails
+    return dict(kind=type(e).__name__, message=str(o), trace=''.join(o.format()))
 
 def users_frame(frames:list)->Frame:
     """The innermost frame of the user's own code, that is outside of installed packages; if there is none, the

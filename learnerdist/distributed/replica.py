@@ -127,13 +127,25 @@ class PartSums:
         "Add them to a bucket of DDP"
         if bucket.buffer().is_sparse: return self._add_sparse(bucket)
         for found in self.pending:
-            pairs = [(g,found[p]) for p,g in zip(bucket.parameters(), bucket.gradients()) if p in found]
+            pairs = [(g,found[p]) for p,g in zip(bucket.parameters(), _gradients(bucket)) if p in found]
             if pairs: foreach_add(*map(list, zip(*pairs)))
 
     def _add_sparse(self, bucket): # of one parameter; it has no `gradients`
         p, = bucket.parameters()
         for found in self.pending:
             if p in found: bucket.set_buffer(add_grads({p: bucket.buffer()}, {p: found[p]})[p])
+
+def _gradients(bucket)->list:
+    """Views of the gradients in a bucket, laid out as DDP does it: as their parameters, if these are dense.
+    `bucket.gradients()` takes channels_last for contiguous, and complex numbers for real ones"""
+    params = bucket.parameters()
+    flat = bucket.buffer()
+    if params[0].is_complex(): flat = torch.view_as_complex(flat.view(-1, 2))
+    return [*map(_view_like, flat.split([p.numel() for p in params]), params)]
+
+def _view_like(flat, p):
+    strides = torch.empty_like(p, device='meta').stride() # those of `p`, if it is dense
+    return flat.as_strided(p.shape, strides) if strides==p.stride() else flat.view(p.shape)
 
 def _plain(hook):
     def register(ddp, links, parts=None):
@@ -462,10 +474,11 @@ class Replica(Trained):
         if not self._sync: return
         ddp = self.ddp
         if ddp is not None and not (ddp.find_unused_parameters or ddp.static_graph):
+            all_came = True
             try: self.check_reduced()
-            except RuntimeError: self.checked = False # one did not come; DDP says so in the next forward pass
+            except RuntimeError: all_came = False # DDP says so in the next forward pass
             # before what follows: without it the others are in their backward pass still, and wait there
-            if not self.checked: self._check_missing()
+            if not (all_came and self.checked): self._check_missing(all_came)
         outside = [*filter(_is_trained, self.others),*self.frozen]
         outside += filter(_is_trained, self.aside if self.ddp else self.params)
         if outside:
@@ -474,11 +487,12 @@ class Replica(Trained):
         self.frozen = []
         if self.trained[0]!=[*map(_is_trained, self.params)]: self._clear_frozen()
 
-    def _check_missing(self):
-        "Raise ValueError for a parameter without a gradient, for which DDP waits"
+    def _check_missing(self, all_came):
+        "Raise ValueError for a parameter without a gradient, for which DDP waits unless `all_came`"
         self.checked = True
         idle = [k for k in without_gradient(self.model) if k not in self.unused]
-        if idle: raise ValueError(coded('unused-parameters', f"no gradient for {', '.join(idle)}: {_no_part}"))
+        names = ', '.join(idle) or 'what earlier parts or batches of this step use'
+        need(all_came and not idle, coded('unused-parameters', f'no gradient for {names}: {_no_part}'))
 
 _beside_ddp = 'this fit adds up their gradients by themselves. Freeze them with requires_grad_(False) to save the cost'
 _no_part = ('if they take no part in the loss, use distrib_ctx(find_unused_parameters=True), or freeze '

@@ -214,6 +214,7 @@ def _worker(parent, argv):
     try: run_target(argv)
     except KeyboardInterrupt as e:
         log(f'rank {os.environ["RANK"]} interrupted at {users_frame(frames_of(e))}')
+        _report(e, 130)
         return 130
     except SystemExit as e:
         status = int(bool(e.code)) # of a text, which Python prints

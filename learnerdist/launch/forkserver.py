@@ -216,13 +216,15 @@ class Output:
         return bool(text)
 
     def _write(self, lines):
-        if not lines or not self.stream: return
-        out = getattr(sys, self.stream)
-        for line in lines:
-            # the label is where a terminal shows it: after the last return
-            before,cr,rest = line.decode(errors='replace').rstrip('\r').rpartition('\r')
-            out.write(f'{before}{cr}{self.label}{rest}\n')
-        out.flush()
+        out = getattr(sys, self.stream, None) # None: closed
+        if not lines or out is None: return
+        try:
+            for line in lines:
+                # the label is where a terminal shows it: after the last return
+                before,cr,rest = line.decode(errors='replace').rstrip('\r').rpartition('\r')
+                out.write(f'{before}{cr}{self.label}{rest}\n')
+            out.flush()
+        except OSError: self.stream = '' # nobody reads it, as of `| head`: rank 0 gets the error when it prints
 
     def close(self):
         "Show the rest; what ranks' children print from now on is lost"

@@ -428,7 +428,8 @@ class Job:
         try:
             # a file that no other user can foresee or read
             fd,name = tempfile.mkstemp('.txt', 'learnerdist-tracebacks-', self.args.log_dir)
-            with open(fd, 'w') as f: f.write(text)
+            # a message may quote a file name that is no text
+            with open(fd, 'w', errors='backslashreplace') as f: f.write(text)
         except OSError as e: return [*res, f'no file of all tracebacks ({e}): --verbose prints them']
         return [*res, f'all tracebacks: {name} (--verbose prints them)']
 
