@@ -162,6 +162,7 @@ def test_streams_in_this_process():
     "Without batches, and one after the other. tests/test_dealing.py shows lengths, padding and what is left out"
     assert read(ranks(DataLoader(Whole(5), None), 2, 1))==[[0,2,4], [1,3,0]]
     assert read(ranks(DataLoader(STREAMS['chain'][0](5), 2), 2, 1, pad=False))==[[[0,2],[4]], [[1,3]]]
+    assert [b.tolist() for b in in_order(DataLoader(Whole(5), 2, drop_last=True))]==[[0,1],[2,3],[4]]
 
 @pytest.mark.parametrize('kind,n,W,pad', [(k, 11, 2, False) for k in STREAMS if k not in ('whole, shuffled','own, shuffled')] + [
     ('whole, shuffled', 11, 3, True), ('own, shuffled', 11, 3, True), ('init range', 5, 2, True), ('own', 1, 2, True),

@@ -62,7 +62,7 @@ def test_steps_of_an_epoch():
     "Its last batch steps"
     learn = fitted(GradientAccumulation(20), bs=8, n=44)
     assert learn.stepped==[(0,2),(0,5),(1,2),(1,5)] and steps_per_epoch(learn)==6
-    for bs,n_acc,drop_last in itertools.product([1, 3, 11, 44], [1, 7, 100], [False, True]):
+    for bs,n_acc,drop_last in itertools.product([3, 44], [1, 7, 100], [False, True]):
         learn = learner(bs=bs, n=44, dl=dict(drop_last=drop_last))
         with learn.added_cbs(GradientAccumulation(n_acc)):
             learn.fit(1)
@@ -123,7 +123,7 @@ from_batch = CancelBatchException,CancelTrainException,CancelEpochException,Canc
 def test_autocast_is_left_however_a_batch_ends(error):
     for event,order in itertools.product([o for o in inner_events if 'cancel' not in o], [-5, 95]):
         if (event,error)==('after_batch', CancelBatchException): continue # there is no batch to cancel any more
-        learn,after,raising = learner(dtype=F32, bs=24).to_fp16(init_scale=16.),After(),Cancels(event, error, at=0)
+        learn,after,raising = learner(dtype=F32, n=24, bs=24).to_fp16(init_scale=16.),After(),Cancels(event, error, at=0)
         raising.order = order
         with suppress(KeyError): learn.fit(1, cbs=[raising,after])
         assert not after.seen and not torch.is_autocast_enabled('cpu'), (event,order)
