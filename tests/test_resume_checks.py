@@ -7,7 +7,7 @@ import numpy as np
 import pytest, torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
-from helpers import At
+from helpers import At, fail
 from learnerdist.all import (Callback, CancelEpochException, CancelFitException, Checkpoint, DataLoaders, EarlyStoppingCallback, Learner,
                              RankError, Scheduler, TfmdDL)
 from learnerdist.checkpoint.callback_state import load_states,state_of_rank,states_of
@@ -105,6 +105,18 @@ def test_a_folder_in_use_is_refused(tmp_path):
         assert 'SIGKILL' in ends.result()[0].message
     fit(tmp_path)
     assert [o.name for o in (tmp_path/'ckpt').iterdir() if o.is_file()]==[]
+
+def test_metrics_of_training_of_a_part_of_an_epoch(tmp_path):
+    "fastai's, with `train_metrics`: a warning says which batches they are without"
+    recorder = pytest.importorskip('fastai.learner').Recorder
+    import test_fastai_checkpoint as theirs
+    class Fails(theirs.Callback):
+        def after_batch(self):
+            if self.train_iter==3: fail()
+    for cbs in ([Fails()],[]):
+        learn = theirs.learner(tmp_path).remove_cb(recorder).add_cb(recorder(train_metrics=True))
+        with pytest.raises(ZeroDivisionError) if cbs else pytest.warns(UserWarning, match='of this epoch are without its first 2 batches'):
+            with learn.distrib_ctx(): learn.fit(1, cbs=[*cbs,theirs.Checkpoint('ckpt', 2, resume=True)])
 
 class Interrupts(Callback):
     "A failure, and then Ctrl-C while the fit waits for its last checkpoint"
