@@ -4,7 +4,7 @@ from pathlib import Path
 import math, random, re
 import numpy as np, pandas as pd, pytest, torch
 from torch.utils.data import (BatchSampler, ChainDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
-                              SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info)
+                              SubsetRandomSampler, WeightedRandomSampler, get_worker_info)
 from helpers import Stream
 from learnerdist.data.loaders import TfmdDL
 from learnerdist.data.distributed_dl import DistributedDL, in_order, is_split, reindexed, set_epoch, shared_rng
@@ -99,15 +99,6 @@ def test_epoch_reaches_samplers_and_data_sets():
 
 class Buckets(BatchSampler):
     "A subclass: its batches belong together"
-
-@pytest.mark.parametrize('W', [1, 2, 3, 4])
-def test_batch_samplers_are_dealt_by_the_batch(W):
-    batches = [[0,1], [2,3], [4,5], [6]]
-    for bs in (Buckets(SequentialSampler(range(7)), 2, False), batches):
-        dls = ranks(DataLoader(range(7), batch_sampler=bs), W)
-        assert read(dls) == [(batches+batches[:-4%W])[r::W] for r in range(W)]
-        assert [(o.unit, len(o), o.n_total) for o in dls] == [('batch', -(-4//W), 4)]*W
-        assert undeal(read(ranks(dls[0].source, W, pad=False))) == batches
 
 # --- streams ---
 

@@ -41,12 +41,12 @@ def net():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
 
-def make(folder, kind, bs, n_acc):
+def make(folder, kind, bs):
     "Learner and callbacks; data sets are such that there is a batch for each of 6 ranks"
     dls = l.DataLoaders(l.TfmdDL(data(660), bs, shuffle=True), l.TfmdDL(data(70), 10))
     learn = l.Learner(dls, net(), torch.nn.CrossEntropyLoss(), torch.optim.AdamW, lr=.01, metrics=l.accuracy, path=folder)
     cbs = [l.GradientClip(5.),l.CSVLogger()]
-    if 'accumulate' in kind: cbs.append(l.GradientAccumulation(n_acc))
+    if 'accumulate' in kind: cbs.append(l.GradientAccumulation(120))
     if 'plateau' in kind: cbs.append(l.ReduceLROnPlateauCallback(patience=0, threshold=.5))
     return learn,cbs
 
@@ -58,7 +58,7 @@ def train(folder, plan, kind='', how='SIGKILL'):
     points = plan.get(f'{W}', {})
     point = points.get(f'{l.rank_distrib()}')
     bs = 63 if 'odd' in kind else 60
-    learn,cbs = make(folder, kind, bs, 120//W)
+    learn,cbs = make(folder, kind, bs)
     class Count(l.Callback): # steps that the user's own callback has heard of, and batches that it has seen begin
         order,fit_state,n,began = 5,('n','began'),0,0
         def before_batch(self): self.began += self.training
@@ -137,7 +137,7 @@ def test_deaths_of_five_of_six(plan, tmp_path, undisturbed):
         ('plain odd', {3: {1: late}}, 2, [again(2, 3)])))]) # batches of 63: 21 samples a rank, then 32 and 31
 def test_the_run_is_that_of_one_process(kind, plan, n_left, messages, tmp_path, undisturbed):
     if not kind: # another fit has saved states in the learner's folder
-        learn,_ = make(tmp_path, kind, 60, None)
+        learn,_ = make(tmp_path, kind, 60)
         with learn.no_logging(): learn.fit(1, cbs=l.Checkpoint('.'))
         assert [*tmp_path.glob('epoch_*')]
     check(tmp_path, launch(tmp_path, plan, kind, nproc=max(plan)), undisturbed(kind.replace('checkpoint', '').strip()), n_left, messages)

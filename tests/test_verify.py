@@ -97,9 +97,6 @@ class Carries(nn.Module):
 def carrying():
     with (learn := learner(mlp(Carries()))).distrib_ctx(checks=False): learn.fit(1)
 def own_buffer(): return learner(mlp(Mean()))
-class Centred(nn.Module):
-    def forward(self, x): return x-x.mean(0)
-def centred(): return learner(mlp(Centred()))
 def texts(b): return nn.utils.rnn.pad_sequence([x[:2+i%4] for i,(x,_) in b], batch_first=True),torch.stack([y for _,(_,y) in b])
 class MeanOfTexts(nn.Module):
     "Its padding counts"
@@ -132,18 +129,6 @@ class Critic(Callback):
         self.loss_func(self.pred.detach(), self.y).backward()
         self.opt_critic.step()
 def with_critic(): return learner(mlp(nn.Dropout(.4)), Perceptual(), cbs=Critic)
-
-class OwnStep(Callback):
-    "Centers of classes with an optimizer of their own"
-    def __init__(self, centers): self.centers,self.opt_centers = centers,torch.optim.SGD(centers.parameters(), lr=.5)
-    def before_step(self):
-        self.opt_centers.step()
-        self.opt_centers.zero_grad()
-def center_loss():
-    centers = nn.Embedding(3, 3).double()
-    def loss(p, y): return nn.functional.cross_entropy(p, y)+((p-centers(y))**2).sum(1).mean()
-    loss.n_items = lambda p, y: len(y)
-    return learner(loss=loss, cbs=OwnStep(centers))
 
 def divides(): return learner(train=TfmdDL(data(), 8//max(num_distrib(), 1), shuffle=True))
 
@@ -203,10 +188,7 @@ def test_what_cannot_be_run_in_parts():
     (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'other samples'),
     (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
     (carrying, 'metrics', '', 'model.1.h: kept from one batch'), (padded, 'gradients', '', 'padding: the batches have other shapes'),
-    (rescaled, 'gradients', '', '0.weight: other weights before the first step: code that depends on the rank, or a file of'),
-    # other codes of the checks of a fit, as that of `no_mean`
-    pytest.param(centred, 'gradients', '', '[mixes-samples]', marks=pytest.mark.long),
-    pytest.param(center_loss, 'gradients', '', '[ranks-differ] own_step.centers.weight', marks=pytest.mark.long)],
+    (rescaled, 'gradients', '', '0.weight: other weights before the first step: code that depends on the rank, or a file of')],
     ids=lambda o: getattr(o, '__name__', ''))
 def test_difference(f, kind, name, cause):
     res = verify(f, steps=10)
