@@ -13,7 +13,7 @@ from test_sharded import Net, case, context, make
 
 pytestmark = needs_fsdp2
 def net(): return Net(tied=True)
-def ahead(p, lr): return Lookahead(torch.optim.AdamW(p, lr), k=2)
+def ahead(p, lr): return Lookahead(torch.optim.AdamW(p, lr), k=3) # the state of step 4 is in mid-course
 train = partial(sharded.train, model=net, opt=ahead, n_epoch=2) # of 3 steps
 
 def without_gather(folder):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD
 from harness import close
 from helpers import weights
-from scenes import F32, F64, Cancels, look, make, net, points, scene, sgd
+from scenes import F32, F64, Cancels, make, points, scene, sgd
 from learnerdist.all import Callback, group_rank, group_size, process_group
 from learnerdist.core.random import set_seed
 from learnerdist.learner.callback import CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, inner_events
@@ -160,22 +160,3 @@ def test_set_seed(monkeypatch):
     assert not cudnn.deterministic and cudnn.benchmark
     set_seed(1, reproducible=True)
     assert cudnn.deterministic and not cudnn.benchmark
-
-def one_step(learn, opt, i=0): torchs_step(learn.model, opt, *(o[i:i+8].to(F64) for o in points(48).tensors))
-
-def test_lookahead_saved_and_loaded(tmp_path):
-    "In mid-course: two steps after the slow weights have moved"
-    a,b = (learner(opt=look) for _ in range(2))
-    for o in (a,b): o.path = tmp_path
-    a.prepare(.1)
-    for i in range(5): one_step(a, a.opt, i)
-    a.save('x')
-    b.load('x')
-    assert b.opt.param_groups[0]['n_steps']==5
-    for p,q in zip(a.model.parameters(), b.model.parameters()): assert torch.equal(a.opt.state[p]['slow'], b.opt.state[q]['slow'])
-    for o in (a,b):
-        for i in range(4): one_step(o, o.opt, i)
-    assert torch.equal(weights(a), weights(b))
-    fresh = Lookahead(SGD(net().parameters(), .1))
-    fresh.load_state_dict(Lookahead(SGD(net().parameters(), .2)).state_dict()) # before the first step
-    assert fresh.param_groups[0]['lr']==.2 and not fresh.state
