@@ -10,7 +10,7 @@ from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner, TfmdDL
 from learnerdist.distributed.comparison import digest
 from learnerdist.testing import run_ranks
 
-N,BS = 80,4 # 20 batches
+N,BS = 32,4 # 8 batches
 
 class Noisy(Dataset):
     "Samples with noise of all three streams; it counts the reads of each, in its workers too"

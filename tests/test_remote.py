@@ -17,12 +17,12 @@ import test_sharded as sharded
 from harness import all_warnings, close, in_group, needs_fsdp2
 from test_sharded import Net, case, make
 
-fsspec,s3fs,moto = map(pytest.importorskip, ('fsspec','s3fs','moto.server'))
+fsspec = pytest.importorskip('fsspec')
 calls = 'put_file','get_file','cat_file','find','info','size','rm'
 
 @pytest.fixture(scope='module')
 def server():
-    res = moto.ThreadedMotoServer('127.0.0.1', 0, verbose=False)
+    res = pytest.importorskip('moto.server').ThreadedMotoServer('127.0.0.1', 0, verbose=False)
     res.start()
     yield 'http://%s:%d' % res.get_host_and_port()
     res.stop()
@@ -33,7 +33,7 @@ def s3(server, monkeypatch, request):
     for k,v in dict(ENDPOINT_URL=server, ACCESS_KEY_ID='a', SECRET_ACCESS_KEY='b', DEFAULT_REGION='us-east-1').items():
         monkeypatch.setenv(f'AWS_{k}', v)
     name = re.sub(r'[^a-z0-9]+', '-', request.node.name).strip('-')[:60]
-    fs = s3fs.S3FileSystem()
+    fs = pytest.importorskip('s3fs').S3FileSystem()
     fs.mkdir(name)
     fs.invalidate_cache()
     return f's3://{name}'

@@ -7,7 +7,7 @@ import numpy as np
 import pytest, torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
-from helpers import At
+from helpers import At, fail
 from learnerdist.all import (Callback, CancelEpochException, CancelFitException, Checkpoint, DataLoaders, EarlyStoppingCallback, Learner,
                              RankError, Scheduler, TfmdDL)
 from learnerdist.checkpoint.callback_state import load_states,state_of_rank,states_of
@@ -105,6 +105,18 @@ def test_a_folder_in_use_is_refused(tmp_path):
         assert 'SIGKILL' in ends.result()[0].message
     fit(tmp_path)
     assert [o.name for o in (tmp_path/'ckpt').iterdir() if o.is_file()]==[]
+
+def test_metrics_of_training_of_a_part_of_an_epoch(tmp_path):
+    "fastai's, with `train_metrics`: a warning says which batches they are without"
+    recorder = pytest.importorskip('fastai.learner').Recorder
+    import test_fastai_checkpoint as theirs
+    class Fails(theirs.Callback):
+        def after_batch(self):
+            if self.train_iter==3: fail()
+    for cbs in ([Fails()],[]):
+        learn = theirs.learner(tmp_path).remove_cb(recorder).add_cb(recorder(train_metrics=True))
+        with pytest.raises(ZeroDivisionError) if cbs else pytest.warns(UserWarning, match='of this epoch are without its first 2 batches'):
+            with learn.distrib_ctx(): learn.fit(1, cbs=[*cbs,theirs.Checkpoint('ckpt', 2, resume=True)])
 
 class Interrupts(Callback):
     "A failure, and then Ctrl-C while the fit waits for its last checkpoint"
@@ -215,26 +227,23 @@ class Rates(Callback):
     def before_fit(self): self.learn.rates = []
     def before_step(self): self.learn.rates.append(self.opt.param_groups[0]['lr'])
 
-def one_cycle_on_ranks(path, split, stop):
+def one_cycle_on_ranks(path, stop=None):
     learn = learner(path)
     try:
-        with learn.distrib_ctx(seed=1, split_batches=split):
+        with learn.distrib_ctx(seed=1):
             learn.fit_one_cycle(2, cbs=[Rates(), Checkpoint('ckpt', 2, 9), *([At(stop)] if stop else [])], resume=True)
     except ZeroDivisionError: pass
     return len(learn.recorder.losses),learn.rates
 
 def test_one_cycle_on_another_number_of_ranks(tmp_path):
-    "3 steps an epoch on 2 ranks, 5 on one: the cycle goes on at the same part of the fit, and ends with it. With `split_batches` 5 on each"
-    whole = run_ranks(one_cycle_on_ranks, 2, tmp_path/'whole', False, None)[0][1]
-    run_ranks(one_cycle_on_ranks, 2, tmp_path/'a', False, 3) # a state after step 2
-    n,rates = run_ranks(one_cycle_on_ranks, 1, tmp_path/'a', False, None)[0]
+    """3 steps an epoch on 2 ranks, 5 on one: the cycle goes on at the same part of the fit, and ends with it; also where it is stopped
+    a second time, after a state between two of its steps. With `split_batches`: the next test"""
+    (_,whole),_ = run_ranks(lambda: (one_cycle_on_ranks(tmp_path/'whole'),one_cycle_on_ranks(tmp_path/'a', 3)), 2)[0] # a state after step 2
+    shutil.copytree(tmp_path/'a', tmp_path/'b')
+    n,rates = one_cycle_on_ranks(tmp_path/'a')
     assert n==8 and len(whole)==6 and rates==[whole[i] for i in (2,2,3,3,4,5)]
-    # stopped a second time, after a state between two steps of the cycle
-    run_ranks(one_cycle_on_ranks, 2, tmp_path/'c', False, 3)
-    run_ranks(one_cycle_on_ranks, 1, tmp_path/'c', False, 5)
-    assert run_ranks(one_cycle_on_ranks, 1, tmp_path/'c', False, None)[0][1]==[whole[i] for i in (3,3,4,5)]
-    run_ranks(one_cycle_on_ranks, 2, tmp_path/'b', True, 3)
-    assert run_ranks(one_cycle_on_ranks, 1, tmp_path/'b', True, None)[0][0]==10
+    one_cycle_on_ranks(tmp_path/'b', 5)
+    assert one_cycle_on_ranks(tmp_path/'b')[1]==[whole[i] for i in (3,3,4,5)]
 
 def two_fits(path, stop=None):
     learn = learner(path)
