@@ -140,6 +140,21 @@ def two_scopes(W, rank, path):
 def test_ranks_that_cancel_two_loops_at_once_leave_the_wider_one(found):
     for r in found(two_scopes, 2): assert r==[(0,0),(2,4),(0,4),(1,4)]
 
+def two_events(W, rank, path):
+    "Each of two ranks cancels its second batch in another event: batches begun, and the weights"
+    res = []
+    for events in (inner[4],inner[6]),(inner[6],inner[7]):
+        learn = make()
+        with learn.distrib_ctx(seed=1, timeout_s=20):
+            learn.fit(1, cbs=[Raise(o, CancelFitException, i, 1) for i,o in enumerate(events)])
+        res.append((learn.train_iter, state(learn.model)))
+    return res
+
+def test_ranks_that_cancel_before_and_after_a_step_both_take_it(found):
+    a,b = found(two_events, 2)
+    assert [n for n,_ in a]==[2,2]
+    close(a, b, 0)
+
 class Meets(Callback):
     "In each training batch: a collective, or a loop that all ranks share"
     def __init__(self, event, meet): setattr(self, event, lambda: meet(self.learn) if self.training else None)
@@ -322,7 +337,7 @@ def handlers(W, rank, path): return [widened(o) for o in (None,1)]
 def cancels_inside(W, rank, path): return [cancel_inside(*o) for o in insides]
 def ends_and_nans(W, rank, path): return rank_extreme(),cancels_before_a_forward_pass(),[with_a_nan(o) for o in (-1,1)]
 def leaves(W, rank, path): return [leaves_from_within(*o) for o in left]
-found = asking(alone=(handlers, two_scopes, met, penalised, cancels_inside, ends_and_nans, leaves))
+found = asking(alone=(handlers, two_scopes, two_events, met, penalised, cancels_inside, ends_and_nans, leaves))
 
 def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans(found):
     a,b = found(ends_and_nans, 2)
