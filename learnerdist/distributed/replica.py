@@ -126,8 +126,9 @@ class PartSums:
     def add(self, bucket):
         "Add them to a bucket of DDP"
         if bucket.buffer().is_sparse: return self._add_sparse(bucket)
+        params,gradients = bucket.parameters(),_gradients(bucket)
         for found in self.pending:
-            pairs = [(g,found[p]) for p,g in zip(bucket.parameters(), _gradients(bucket)) if p in found]
+            pairs = [(g,found[p]) for p,g in zip(params, gradients) if p in found]
             if pairs: foreach_add(*map(list, zip(*pairs)))
 
     def _add_sparse(self, bucket): # of one parameter; it has no `gradients`
@@ -144,16 +145,9 @@ def _gradients(bucket)->list:
     return [*map(_view_like, flat.split([p.numel() for p in params]), params)]
 
 def _view_like(flat, p):
+    if p.is_contiguous(): return flat.view(p.shape)
     strides = torch.empty_like(p, device='meta').stride() # those of `p`, if it is dense
     return flat.as_strided(p.shape, strides) if strides==p.stride() else flat.view(p.shape)
-
-def _plain(hook):
-    def register(ddp, links, parts=None):
-        def both(group, bucket):
-            if parts: parts.add(bucket)
-            return hook(group, bucket)
-        ddp.register_comm_hook(current_group(), both)
-    return register
 
 # %% ../../nbs/distributed/09_replica.ipynb #c005b
 def _powersgd(ddp, links, parts=None):
