@@ -1847,6 +1847,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'learnerdist/distributed/replica.py'),
                                                  'learnerdist.distributed.replica._leaving_out': ( 'distributed/replica.html#_leaving_out',
                                                                                                    'learnerdist/distributed/replica.py'),
+                                                 'learnerdist.distributed.replica._plain': ( 'distributed/replica.html#_plain',
+                                                                                             'learnerdist/distributed/replica.py'),
                                                  'learnerdist.distributed.replica._powersgd': ( 'distributed/replica.html#_powersgd',
                                                                                                 'learnerdist/distributed/replica.py'),
                                                  'learnerdist.distributed.replica._shared': ( 'distributed/replica.html#_shared',

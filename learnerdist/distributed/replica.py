@@ -149,6 +149,14 @@ def _view_like(flat, p):
     strides = torch.empty_like(p, device='meta').stride() # those of `p`, if it is dense
     return flat.as_strided(p.shape, strides) if strides==p.stride() else flat.view(p.shape)
 
+def _plain(hook):
+    def register(ddp, links, parts=None):
+        def both(group, bucket):
+            if parts: parts.add(bucket)
+            return hook(group, bucket)
+        ddp.register_comm_hook(current_group(), both)
+    return register
+
 # %% ../../nbs/distributed/09_replica.ipynb #c005b
 def _powersgd(ddp, links, parts=None):
     state = psgd.PowerSGDState(current_group(), start_powerSGD_iter=10)
