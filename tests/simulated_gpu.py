@@ -125,6 +125,7 @@ def where()->str:
 
 class Stream:
     "All that a stream was given is done at once"
+    stream_id = device_index = device_type = 0 # what FSDP2 of torch 2.15 hands on
     def __init__(self, device=None, priority=0, **kw): self.device = device
     def __enter__(self): return self
     def __exit__(self, *exc): pass
