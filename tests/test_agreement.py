@@ -73,7 +73,7 @@ of_parts = [(e, exc, rank, at) for exc,es in parts.items() for e in es for rank,
 of_batches = [('before_batch', CancelBatchException, rank, at) for rank,at in ((0,0),(0,3),(1,1))]
 fits = dict(outside_batches=(False, all_cases(2, outer), None), within_a_batch=(False, all_cases(2, inner), late),
             validation=(False, [('before_validate', CancelValidException, rank, 0) for rank in (0,1)], None),
-            batch_step_or_backward=(False, of_parts[::2], late),
+            batch_step_or_backward=(False, of_parts, late),
             with_batchnorm=(True, all_cases(2, ['after_pred','before_backward','after_batch']), ()),
             before_the_forward_pass_of_batchnorm=(True, all_cases(2, ['before_batch'])+of_batches, ()),
             batch_step_or_backward_with_batchnorm=(True, of_parts, (*late,'before_batch')),
@@ -326,7 +326,7 @@ def leaves_from_within(at, event, exc):
 
 left = [(at, event, exc) for at,excs in (('after_batch', (CancelTrainException,CancelEpochException,CancelFitException)),
                                          ('after_train', (CancelEpochException,CancelFitException)), ('after_epoch', (CancelFitException,)))
-        for exc in excs for event in ('before_validate','after_batch','after_validate')][::2]
+        for exc in excs for event in ('before_validate','after_batch','after_validate')]
 
 def test_a_rank_that_leaves_a_loop_around_a_validation_takes_the_others_along(found):
     want = [leaves_from_within(*o) for o in left]

@@ -44,8 +44,15 @@ def same(a, b):
     for k in ('state','opt'): close(a['res']['fits'][0][k], b['res']['fits'][0][k])
     close(a['res']['preds'], b['res']['preds'])
 
-def rank_run(kws):
-    with process_group(): return [run(k, group_size(), group_rank()) for k in kws],dist.get_backend()
+def rank_run(kws, own=False):
+    if own: setup_distrib()
+    res = []
+    with process_group():
+        backend = dist.get_backend() if dist.is_initialized() else None
+        for k in kws: res.append(run(k, group_size(), group_rank()))
+    is_open = dist.is_initialized()
+    if own: teardown_distrib()
+    return res,backend,is_open
 
 on_gpus,on_one_gpu = ({'CUDA_VISIBLE_DEVICES': ','.join(visible[:n])} for n in (None,1))
 
@@ -57,27 +64,34 @@ def run_ranks(func, W, *args, env=None, **kw):
 def rank_simulated(n, func, args, kw):
     with SimulatedGPU(n): return func(*args, **kw)
 
+def rank_alone(kws): return [run(k) for k in kws]
+
 @functools.cache
-def alone(): return [run(k) for k in kws] # on the CPU: this process sees no GPU
+def alone(): return run_ranks(rank_alone, 1, kws)[0]
+
+def test_alone_on_the_gpu():
+    cpu, = testing.run_ranks(rank_alone, 1, kws)
+    for a,b in zip(alone(), cpu, strict=True): same(a, b)
+    for o in alone(): assert o['seen']==['cuda:0'] and o['classes'] in ([], ['BatchNorm1d/False'])
+
+def test_nccl_in_a_group_of_one_that_the_user_opened():
+    (got,backend,is_open), = run_ranks(rank_run, 1, kws, own=True)
+    assert 'nccl' in backend and is_open
+    for a,b in zip(got, alone()): same(a, b)
+    assert all(o['seen']==['cuda:0'] for o in got)
 
 two_gpus = pytest.param('nccl', {}, marks=pytest.mark.skipif(len(visible)==1, reason='needs two GPUs'))
 
-def rank_asked(path): return [rank_run([*kws,'local_bn']),rank_pinned(),rank_streams(),rank_files(path)]
-
-@functools.cache
-def sharing():
-    "All that is asked of two ranks that share a GPU"
-    with tempfile.TemporaryDirectory() as d: return [*zip(*run_ranks(rank_asked, 2, Path(d), env=on_one_gpu))]
-
 @pytest.mark.parametrize('backend,env', [('gloo', on_one_gpu), two_gpus])
 def test_two_ranks_on_one_gpu_and_on_two(backend, env):
-    for r,(got,used) in enumerate(sharing()[0] if env else run_ranks(rank_run, 2, kws)):
+    for r,(got,used,_) in enumerate(run_ranks(rank_run, 2, kws, env=env)):
         assert backend in used and got[1]['kinds'][1]=='BatchNorm1d'
         for a,b in zip(got, alone()): same(a, b)
         assert all(o['seen']==[f'cuda:{0 if env else r}'] for o in got)
 
 def test_sync_bn_is_torchs_on_the_gpu():
-    for (_,on,_,off),_ in sharing()[0]:
+    for got,*_ in run_ranks(rank_run, 2, ['bn','local_bn'], env=on_one_gpu):
+        on,off = got
         assert any(o.endswith('/True') for o in on['classes']) and off['classes']==['BatchNorm1d/False'] and on['kinds']==off['kinds']
 
 def rank_pinned():
@@ -88,7 +102,7 @@ def rank_pinned():
         return b[0].is_pinned(),str(learn.dls.device),str(learn.dls.one_batch()[0].device)
 
 def test_pinned_memory():
-    for pinned,device,batch in sharing()[1]: assert pinned and device==batch=='cuda:0'
+    for pinned,device,batch in run_ranks(rank_pinned, 2, env=on_one_gpu): assert pinned and device==batch=='cuda:0'
 
 def rank_device():
     res = [str(default_device())]
@@ -117,7 +131,7 @@ def rank_streams():
     return masks,torch.rand(2, device='cuda').tolist()
 
 def test_random_streams_on_the_gpu():
-    (m0,after0),(m1,after1) = sharing()[2]
+    (m0,after0),(m1,after1) = run_ranks(rank_streams, 2, env=on_one_gpu)
     assert m0!=m1 and after0==after1
 
 def rank_files(path):
@@ -131,8 +145,8 @@ def rank_files(path):
     learn.load('a')
     return {str(v.device) for v in learn.model.state_dict().values()},all(torch.isfinite(p).all().item() for p in learn.model.parameters())
 
-def test_files_from_the_gpu():
-    for devices,finite in sharing()[3]: assert finite and len(devices)==1
+def test_files_from_the_gpu(tmp_path):
+    for devices,finite in run_ranks(rank_files, 2, tmp_path, env=on_one_gpu): assert finite and len(devices)==1
 
 # --- a real GPU: the real nccl, between ranks that share it -------------------------------------------------------------
 

@@ -183,7 +183,7 @@ def test_bad_use():
 # --- ranks --------------------------------------------------------------------------------------------------------------------
 
 cases = {f'{kind} {name}': (kind,kw) for kind in ('ours','fastai') for name,kw in dict(
-    plain=dict(fits=2), sharded=dict(ctx=dict(shard=True))).items()}
+    plain=dict(fits=2), sharded=dict(ctx=dict(shard=True), fits=2)).items()}
 cases |= {'ours trained': ('ours',dict(evaluate=False)),
           'ours accumulated': ('ours',dict(acc=12)), 'ours both': ('ours',dict(acc=12, ctx=dict(shard=True)))}
 

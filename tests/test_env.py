@@ -28,6 +28,14 @@ def taken_port():
 def launched(monkeypatch, **kw):
     for k,v in kw.items(): monkeypatch.setenv(k, v)
 
+@pytest.mark.parametrize('kw,want', [
+    (dict(RANK='5', WORLD_SIZE='8', LOCAL_RANK='1', LOCAL_WORLD_SIZE='4'), (5, 8, 1, 4)), (dict(RANK='3', WORLD_SIZE='4'), (3, 4, 3, 4)),
+    (dict(RANK='0', WORLD_SIZE='1'), (0, 1, 0, 1)), (dict(RANK='', WORLD_SIZE=''), (0, 0, 0, 1)), (dict(RANK='2', WORLD_SIZE='4',
+        LOCAL_RANK='0'), (2, 4, 0, 4))])
+def test_what_the_launcher_said(monkeypatch, kw, want):
+    launched(monkeypatch, **kw)
+    assert (rank_distrib(),num_distrib(),local_rank(),local_size())==want and is_rank0()==(want[0]==0)
+
 @pytest.fixture
 def gpus(monkeypatch):
     "As if there were so many GPUs"

@@ -140,10 +140,14 @@ def test_options(tmp_path):
         run_alone(tmp_path, every=5, in_memory=3)
     assert (tmp_path/'ckpt').exists()
 
+# 5 steps an epoch on 2 ranks, 3 on 3
+everywhere = [at('after_pred', 0, 2), at('commit', 0, 2, ranks=[0]), at('after_train', 0, ranks=[0,1,2]), at('after_pred', 0, 0, False),
+              at('after_backward', 1, 1, ranks=[0]), at('after_step', 1, 2), at('after_epoch', 1)]
+
 @slow
 def test_killed_in_three_fits(tmp_path, undisturbed):
     "The first one was done, and stays so; the last one is of a sharded model"
-    plan = {'0': at('commit', 0, 2, ranks=[0]), '1': at('after_pred', 0, 0, False), 'sharded 2': at('commit', 0, 2, ranks=[0])}
+    plan = {'0': everywhere[1], '1': everywhere[3], 'sharded 2': at('commit', 0, 2, ranks=[0])}
     code,res,text = run(tmp_path, plan, 'three fits', every='epoch', in_memory=1)
     assert code==0 and same(undisturbed(), res['plain']) and same(without_launcher(sharded, 2, tmp_path/'ref'), res['sharded']), text
     found = re.findall(r'in (\w+) after step (\d+), from (the state in memory)?', text)
@@ -153,6 +157,15 @@ def test_killed_in_three_fits(tmp_path, undisturbed):
     n = [*map(int, (tmp_path/'open').read_text().split())] # a restart leaves nothing open in the launcher
     assert len(n)==4 and n[-1]<=n[1], n
     assert max(lost(tmp_path))<=1 and not Path((tmp_path/'memory').read_text()).exists()
+
+@pytest.mark.long
+@pytest.mark.parametrize('nproc,kw', [(2, dict(every=2, in_memory=True)), (3, dict(every='epoch', in_memory=1, background=True))])
+def test_killed_everywhere(nproc, kw, tmp_path, undisturbed):
+    code,res,text = run(tmp_path, everywhere, nproc=nproc, **kw)
+    assert code==0 and same(undisturbed(nproc), res['plain']), text
+    assert text.count('the state in memory')==len(everywhere), text
+    assert max(lost(tmp_path))<=2 and not Path((tmp_path/'memory').read_text()).exists()
+    assert (tmp_path/'ckpt').exists()==('epoch'==kw['every'])
 
 @pytest.mark.long
 def test_two_machines(tmp_path, undisturbed):

@@ -61,7 +61,7 @@ def two_learners():
 
 @ways
 def test_a_rank_that_hears_late_and_two_learners_at_once(env, way):
-    for found,(want,got,n) in run_ranks(rank_late, 2, env=env):
+    for found,(want,got,n) in run_ranks(rank_late, 3, env=env):
         assert found==(way, way)
         assert n and got and all(o==pytest.approx(want, rel=1e-6) for o in got)
 

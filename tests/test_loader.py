@@ -4,10 +4,10 @@ from pathlib import Path
 import math, random, re
 import numpy as np, pandas as pd, pytest, torch
 from torch.utils.data import (BatchSampler, ChainDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
-                              SubsetRandomSampler, WeightedRandomSampler, get_worker_info)
+                              SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info)
 from helpers import Stream
 from learnerdist.data.loaders import TfmdDL
-from learnerdist.data.distributed_dl import DistributedDL, in_order, is_split, reindexed, set_epoch, shared_rng
+from learnerdist.data.distributed_dl import DistributedDL, in_order, is_split, reindexed, saves_place, set_epoch, shared_rng
 from learnerdist.data.dealing import epoch_order, undeal
 
 root = Path(__file__).parent.parent
@@ -100,6 +100,15 @@ def test_epoch_reaches_samplers_and_data_sets():
 class Buckets(BatchSampler):
     "A subclass: its batches belong together"
 
+@pytest.mark.parametrize('W', [1, 2, 3, 4])
+def test_batch_samplers_are_dealt_by_the_batch(W):
+    batches = [[0,1], [2,3], [4,5], [6]]
+    for bs in (Buckets(SequentialSampler(range(7)), 2, False), batches):
+        dls = ranks(DataLoader(range(7), batch_sampler=bs), W)
+        assert read(dls) == [(batches+batches[:-4%W])[r::W] for r in range(W)]
+        assert [(o.unit, len(o), o.n_total) for o in dls] == [('batch', -(-4//W), 4)]*W
+        assert undeal(read(ranks(dls[0].source, W, pad=False))) == batches
+
 # --- streams ---
 
 class Whole(IterableDataset):
@@ -153,7 +162,6 @@ def test_streams_in_this_process():
     "Without batches, and one after the other. tests/test_dealing.py shows lengths, padding and what is left out"
     assert read(ranks(DataLoader(Whole(5), None), 2, 1))==[[0,2,4], [1,3,0]]
     assert read(ranks(DataLoader(STREAMS['chain'][0](5), 2), 2, 1, pad=False))==[[[0,2],[4]], [[1,3]]]
-    assert [b.tolist() for b in in_order(DataLoader(Whole(5), 2, drop_last=True))]==[[0,1],[2,3],[4]]
 
 @pytest.mark.parametrize('kind,n,W,pad', [(k, 11, 2, False) for k in STREAMS if k not in ('whole, shuffled','own, shuffled')] + [
     ('whole, shuffled', 11, 3, True), ('own, shuffled', 11, 3, True), ('init range', 5, 2, True), ('own', 1, 2, True),
@@ -175,6 +183,18 @@ def test_global_batches_of_streams_do_not_depend_on_world_size(kind, workers):
         dls = ranks(DataLoader(make(24), bs, num_workers=workers, worker_init_fn=init), W, 1)
         return [undeal(list(step)) for step in zip(*read(dls))]
     assert steps(2, 2)==steps(1, 4) and (workers or steps(4, 1)==steps(1, 4))
+
+class Placed(Whole):
+    "Saves and loads its place"
+    def state_dict(self): return dict(start=self.start)
+    def load_state_dict(self, state): self.start = state['start']
+
+def test_a_stream_with_a_generator_of_its_own_is_read_again():
+    "It may shuffle in a buffer, whose samples are in no state"
+    ds = Placed(3)
+    assert saves_place(ds) and not saves_place(Whole(3))
+    ds.inner = [dict(shuffled=np.random.default_rng(0))]
+    assert not saves_place(ds)
 
 class EpochStream(IterableDataset):
     "A data set that is told the epoch, and shuffles by the global stream too"
@@ -276,6 +296,14 @@ def test_a_loader_of_an_unknown_kind():
     with pytest.raises(ValueError, match='a Plain cannot be read in order'): in_order(Plain())
     with pytest.raises(ValueError, match='bs: settings of a Plain'): ranks(Plain(), 2, bs=2)
 
+@pytest.mark.parametrize('make', [
+    lambda: TfmdDL(range(20), 3, after_batch=lambda b: torch.rand(len(b))),
+    lambda: DataLoader(range(20), 3, collate_fn=lambda b: torch.rand(len(b))), Plain])
+def test_what_is_drawn_while_a_batch_is_evaluated_does_not_depend_on_the_ranks(make):
+    one,*more = [read([DistributedDL.by_batch(make(), r, W, 5, True) for r in range(W)]) for W in (1,2,3)]
+    assert len({str(b) for b in one[0]})==7 # nothing is drawn twice
+    for W,shares in enumerate(more, 2): assert shares==[one[0][r::W] for r in range(W)]
+
 @pytest.mark.parametrize('args,kw,match', [
     ((2, 2), {}, 'rank=2 with world_size=2'), ((-1, 2), {}, 'rank=-1'), ((0, 0), {}, 'world_size=0'),
     ((False, True), {}, 'rank=False with world_size=True'), ((0, 1), dict(bs=0), 'batch_size=0'),
@@ -284,6 +312,16 @@ def test_a_loader_of_an_unknown_kind():
 def test_bad_input(args, kw, match):
     with pytest.raises(ValueError, match=match): DistributedDL.from_dl(DataLoader(range(3)), *args, **kw)
     with pytest.raises(ValueError, match=match): DistributedDL(range(3), *args, **kw)
+
+@pytest.mark.parametrize('make', [
+    lambda: DataLoader(range(5), 2, shuffle=True, drop_last=True),
+    lambda: DataLoader(range(5), 2, sampler=WeightedRandomSampler(torch.ones(5), 9)),
+    lambda: DataLoader(range(5), 2, sampler=SubsetRandomSampler([4,2,0,1,3])),
+    lambda: DataLoader(range(5), batch_sampler=Buckets([4,4], 2, True)),
+    lambda: DataLoader(range(5), batch_sampler=BatchSampler(SubsetRandomSampler([4,2,0,1,3]), 2, True)),
+    lambda: DataLoader(range(5), 2, sampler=DistributedSampler(range(5), 2, 0)), lambda: TfmdDL(range(5), 2, shuffle=True, drop_last=True),
+    lambda: DistributedDL(range(5), 1, 2, bs=2, shuffle=True, drop_last=True), lambda: DataLoader(Whole(5), 2, drop_last=True)])
+def test_in_order(make): assert [b.tolist() for b in in_order(make())]==[[0,1],[2,3],[4]]
 
 class Blocks:
     "A loader of a library that torch does not know"

@@ -11,6 +11,7 @@ from learnerdist.learner.learner import Learner
 from learnerdist.distributed.data_parallel import ParallelTrainer, parallel_ids
 from learnerdist.testing import run_ranks
 
+def cuda(i=None): return torch.device('cuda', i)
 cpu = torch.device('cpu')
 
 class Spy(Callback):
@@ -39,6 +40,11 @@ def two_gpus(monkeypatch):
 def names(learn): return [type(o).__name__ for o in learn.cbs]
 
 # --- which GPUs -------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('ids,device,n,want', [
+    (None, cuda(0), 3, [0,1,2]), (None, cuda(2), 3, [2,0,1]), ([1,0], cuda(0), 2, [0,1]), (['cuda:0', cuda(2)], cuda(2), 3, [2,0]),
+    ([1], cuda(1), 2, []), ([0], cuda(0), 1, []), (None, cpu, 0, []), ([0,1,7], cpu, 0, [])])
+def test_ids(ids, device, n, want): assert parallel_ids(ids, device, n)==want
 
 @pytest.mark.parametrize('ids,msg', [
     ([0,2], r'names \[2\], but 2 GPUs'), ([-1], r'\[-1\]'), (['cuda'], 'None'), ([1,1], 'twice'), (5, r'\[5\]'), ([1], 'cpu')])

@@ -158,8 +158,9 @@ def own_rows(W, rank, path):
         rows[0].add_(rank+1)
         distrib_barrier()
         return rows[0]-rank-1,[o.dtype for o in rows]
-# Of two ranks on one machine, and on as many machines
+# Of three ranks on one machine, and of two on as many machines
 found,apart = asking(predicted, streamed, own_rows),asking(predicted, own_rows, env=dict(LOCAL_WORLD_SIZE='1'))
+sizes = dict(found=3, apart=2)
 
 @pytest.mark.parametrize('where', ['found','apart'])
 @pytest.mark.parametrize('name', [*cases,*random_cases])
@@ -167,16 +168,16 @@ def test_case(name, where, request):
     func = {**cases,**random_cases}[name]
     expect = func(in_ctx if name in random_cases else alone)
     same(plain(func(in_ctx)), plain(expect))
-    for got in request.getfixturevalue(where)(predicted, 2): same(plain(got[name]), plain(expect))
+    for got in request.getfixturevalue(where)(predicted, sizes[where]): same(plain(got[name]), plain(expect))
 
 @pytest.mark.parametrize('where', ['found','apart'])
 def test_rank_0_alone_and_rows_of_ones_own(where, request):
-    ranks = request.getfixturevalue(where)
+    ranks,W = request.getfixturevalue(where),sizes[where]
     for k,f in for_rank0.items():
-        first,other = (o[k] for o in ranks(predicted, 2))
+        first,*others = (o[k] for o in ranks(predicted, W))
         same(first, f(alone))
-        assert other==[None]*len(first)
-    for rows,found in ranks(own_rows, 2):
+        assert others==[[None]*len(first)]*(W-1)
+    for rows,found in ranks(own_rows, W):
         close(rows, xy()[0], 1e-6)
         assert found==[*types]
 
@@ -209,7 +210,7 @@ def stream_preds(workers):
 def test_order_of_a_stream(found):
     "Each row once, in the order of one process; several workers take turns"
     x,y = xy()
-    for ranks in found(streamed, 2):
+    for ranks in found(streamed, 3):
         for n,(p,t) in zip((1,1,2), ranks):
             parts = [torch.arange(13)[w::n].split(2) for w in range(n)] # of each worker, in batches
             order = torch.cat([o for step in zip_longest(*parts) for o in step if o is not None]).tolist()

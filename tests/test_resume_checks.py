@@ -227,23 +227,26 @@ class Rates(Callback):
     def before_fit(self): self.learn.rates = []
     def before_step(self): self.learn.rates.append(self.opt.param_groups[0]['lr'])
 
-def one_cycle_on_ranks(path, stop=None):
+def one_cycle_on_ranks(path, split, stop):
     learn = learner(path)
     try:
-        with learn.distrib_ctx(seed=1):
+        with learn.distrib_ctx(seed=1, split_batches=split):
             learn.fit_one_cycle(2, cbs=[Rates(), Checkpoint('ckpt', 2, 9), *([At(stop)] if stop else [])], resume=True)
     except ZeroDivisionError: pass
     return len(learn.recorder.losses),learn.rates
 
 def test_one_cycle_on_another_number_of_ranks(tmp_path):
-    """3 steps an epoch on 2 ranks, 5 on one: the cycle goes on at the same part of the fit, and ends with it; also where it is stopped
-    a second time, after a state between two of its steps. With `split_batches`: the next test"""
-    (_,whole),_ = run_ranks(lambda: (one_cycle_on_ranks(tmp_path/'whole'),one_cycle_on_ranks(tmp_path/'a', 3)), 2)[0] # a state after step 2
-    shutil.copytree(tmp_path/'a', tmp_path/'b')
-    n,rates = one_cycle_on_ranks(tmp_path/'a')
+    "3 steps an epoch on 2 ranks, 5 on one: the cycle goes on at the same part of the fit, and ends with it. With `split_batches` 5 on each"
+    whole = run_ranks(one_cycle_on_ranks, 2, tmp_path/'whole', False, None)[0][1]
+    run_ranks(one_cycle_on_ranks, 2, tmp_path/'a', False, 3) # a state after step 2
+    n,rates = run_ranks(one_cycle_on_ranks, 1, tmp_path/'a', False, None)[0]
     assert n==8 and len(whole)==6 and rates==[whole[i] for i in (2,2,3,3,4,5)]
-    one_cycle_on_ranks(tmp_path/'b', 5)
-    assert one_cycle_on_ranks(tmp_path/'b')[1]==[whole[i] for i in (3,3,4,5)]
+    # stopped a second time, after a state between two steps of the cycle
+    run_ranks(one_cycle_on_ranks, 2, tmp_path/'c', False, 3)
+    run_ranks(one_cycle_on_ranks, 1, tmp_path/'c', False, 5)
+    assert run_ranks(one_cycle_on_ranks, 1, tmp_path/'c', False, None)[0][1]==[whole[i] for i in (3,3,4,5)]
+    run_ranks(one_cycle_on_ranks, 2, tmp_path/'b', True, 3)
+    assert run_ranks(one_cycle_on_ranks, 1, tmp_path/'b', True, None)[0][0]==10
 
 def two_fits(path, stop=None):
     learn = learner(path)

@@ -30,6 +30,12 @@ def downhill_then_up(n=3):
     "The loss falls for `n` epochs, and rises from then on"
     return Scheduler(partial(LambdaLR, lr_lambda=lambda epoch: 1. if epoch<n else -1.), by='epoch')
 
+class Refuse(Callback):
+    "Cancel these steps on `rank`, however often they are tried"
+    def __init__(self, steps, rank): self.steps,self.rank = steps,rank
+    def before_step(self):
+        if group_rank()==self.rank and self.train_iter in self.steps: raise CancelStepException
+
 class Snapshots(Callback):
     "The weights at the end of each epoch"
     order = 200
@@ -128,6 +134,10 @@ def one_rank_cases(path):
             for order in (0,80): # before the tracker, and after it
                 cancel = Raise('after_epoch', CancelFitException, rank, at=2, order=order)
                 res['cancel',rank,order] = fit(path/f'cancel{rank}{order}', cbs=[cancel, SaveModelCallback()])
+            cbs = [Raise('after_loss', CancelFitException, rank, at=5, run_valid=False), SaveModelCallback()]
+            res['after_loss',rank] = fit(path/f'loss{rank}', cbs=cbs)
+            cbs = [Refuse((1,2,3), rank), Scheduler(partial(StepLR, step_size=1, gamma=.5))]
+            res['step',rank] = fit(path/f'step{rank}', 3, cbs=cbs)
         return res
 
 def test_one_rank_alone_decides_for_all(tmp_path):
@@ -143,6 +153,8 @@ def test_one_rank_alone_decides_for_all(tmp_path):
         for order in (0,80):
             r = res[0]['cancel',rank,order]
             assert len(r['values'])==3 and torch.equal(r['weights'], r['shots'][2]) and r['files']==['model.pth']
+        assert torch.equal(res[0]['after_loss',rank]['weights'], res[0]['after_loss',rank]['shots'][1])
+        for r in res: close(r['step',rank]['lrs'], [.1,.05,.025,.0125,.00625,.003125]) # the others have taken the steps
 
 # --- NaN ----------------------------------------------------------------------------------------------------------------------
 
@@ -161,13 +173,25 @@ def nan_cases(path):
             res.append(fit(path, learn=learn, cbs=[TerminateOnNaNCallback(), SaveModelCallback()]))
     return res
 
-@pytest.mark.parametrize('n', [2,pytest.param(3, marks=pytest.mark.long)])
+def weights_by_hand(ranks_of_steps, world_size):
+    "Plain SGD; at each step the mean of these ranks' gradients"
+    learn = make()
+    for i,ranks in enumerate(ranks_of_steps):
+        for r in ranks:
+            x,y = (o[i*12+r:(i+1)*12:world_size] for o in sums(24).tensors)
+            (learn.loss_func(learn.model(x), y)/len(ranks)).backward()
+        learn.prepare(.1)
+        learn.opt.step()
+        learn.opt.zero_grad()
+    return weights(learn)
+
+@pytest.mark.parametrize('n', [pytest.param(2, marks=pytest.mark.long),3])
 def test_nan_on_one_rank_ends_all_before_it_spreads(n, tmp_path):
     res = run_ranks(nan_cases, n, tmp_path)
     for r in res:
         for a,b in zip(r, res[0]): assert torch.equal(a['weights'], b['weights']) and a['values']==[] and a['files']==[]
-    assert res[0][0]['weights'].isfinite().all() and res[0][0]['n_steps']==2 # without that rank's part: test_agreement.py
-    close(res[0][1]['weights'], nan_cases(tmp_path/'alone')[1]['weights'])
+    close(res[0][0]['weights'], weights_by_hand([range(n), [r for r in range(n) if r!=17%n]], n))
+    close(res[0][1]['weights'], weights_by_hand([range(n)], n))
 
 def test_nan_only_in_validation_goes_on():
     learn = make()

@@ -56,7 +56,7 @@ run_state = {'epoch','n_epoch','iter','n_iter','dl','xb','yb','pred','loss','los
 def in_any_order(make, W, rank):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        return [two_contexts(make, W, rank, *o) for o in ((False,'a'),(True,'b'))]
+        return [two_contexts(make, W, rank, shared, first) for shared in (False,True) for first in 'ab']
 
 def two_contexts(make, W, rank, shared, first):
     a = make(W, rank)

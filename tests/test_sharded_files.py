@@ -1,5 +1,5 @@
 "Checkpoints and files of a sharded model: each rank writes and reads its rows"
-import os, shutil
+import os, random, shutil, signal
 from functools import partial
 import pytest, torch
 from learnerdist.all import Callback, DataLoaders, Learner, Lookahead, group_rank, process_group, rank_distrib
@@ -13,7 +13,7 @@ from test_sharded import Net, case, context, make
 
 pytestmark = needs_fsdp2
 def net(): return Net(tied=True)
-def ahead(p, lr): return Lookahead(torch.optim.AdamW(p, lr), k=3) # the state of step 4 is in mid-course
+def ahead(p, lr): return Lookahead(torch.optim.AdamW(p, lr), k=2)
 train = partial(sharded.train, model=net, opt=ahead, n_epoch=2) # of 3 steps
 
 def without_gather(folder):
@@ -133,3 +133,41 @@ def test_damage_is_noticed_before_it_is_read(two, tmp_path):
         found = snapshot.newest_good(tmp_path/damage/'ck')
         assert found.folder.name==older.name and 'rows_1.pt is' in found.bad[0]
     close(run_ranks(in_group, 2, train, tmp_path/'bit', True)[0], whole, 0)
+
+class Kill:
+    "Ends this process at its `n`-th operation on files of a checkpoint"
+    def __init__(self, n):
+        self.left = n
+        for name in ('fsync','replace','rename','open'): setattr(os, name, self.counting(getattr(os, name)))
+    def counting(self, f):
+        def g(*args, **kw):
+            if any('ck' in str(o) or isinstance(o, int) and f.__name__=='fsync' for o in args[:2]):
+                self.left -= 1
+                if self.left<=0: os.kill(os.getpid(), signal.SIGKILL)
+            return f(*args, **kw)
+        return g
+
+def killed(folder, kills, background):
+    if group_rank() in kills: Kill(kills[group_rank()])
+    return train(folder, True, background=background, every=1)
+
+def soak(folder, seed, rounds, background):
+    "Runs that are killed while they write, each going on from the one before; how many steps were done at each kill"
+    rng,steps = random.Random(seed),[]
+    for _ in range(rounds):
+        kills = {rng.randrange(2): rng.randrange(1, 60)}
+        run_ranks(in_group, 2, killed, folder, kills, background, errors='return')
+        found = snapshot.newest_good(folder/'ck') if (folder/'ck').exists() else None
+        steps.append(found and found.info['step'])
+    return steps,run_ranks(in_group, 2, train, folder, True, every=1)
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seed,rounds,background', [(1,2,False), pytest.param(2, 12, False, marks=pytest.mark.long),
+                                                    pytest.param(3, 12, True, marks=pytest.mark.long)])
+def test_killed_while_writing(seed, rounds, background, two, tmp_path):
+    "At any moment a good checkpoint is there, and the run that goes on is the one that was never killed"
+    steps,ranks = soak(tmp_path/'a', seed, rounds, background)
+    known = [o or 0 for o in steps]
+    assert known==sorted(known) and max(known)>0
+    close(ranks, [two[0]]*2, 0)
+    assert not [*(tmp_path/'a/ck').glob('.*.tmp')]

@@ -65,7 +65,7 @@ def streams(*_):
     return {(how,w): fit(DataLoader(Stream(how, n[how]), bs(), num_workers=w)) for how in n for w in (0,2)}
 
 def others(*_):
-    return dict(once=fit(DataLoader(Once(), bs())), slices=fit(Slices(data(), bs())), lists=fit([*DataLoader(data(), bs())]),
+    return dict(once=fit(DataLoader(Once(), bs())), slices=fit(Slices(data(), bs())),
                 few=fit(DataLoader(Stream(None, 10), 1, num_workers=2)))
 
 @on_2_and_3
@@ -85,7 +85,7 @@ def test_each_sample_of_a_stream_counts_once(W, found):
 def test_loaders_that_read_in_their_own_way(W, found):
     one, = found(others, 1)
     for got in found(others, W):
-        for k in ('once','slices','lists'):
+        for k in ('once','slices'):
             assert got[k][1]==[*range(N)]
             if W==2: torch.testing.assert_close(got[k][0], one[k][0], rtol=0, atol=1e-12)
         assert got['few'][1]==sorted(2*[*range(10)])
@@ -244,4 +244,37 @@ def test_fastai_loaders_that_slice(W, found):
             torch.testing.assert_close(weights, one[0], rtol=0, atol=1e-9)
             assert targs==one[1]==[*range(N)] and loss==pytest.approx(one[2])
 
-found = asking(alone=(streams, others, all_evaluated, estimates, widening, sliced, wrong))
+def of_lists(kind):
+    "Weights after a fit on a list of batches, which rank 0 alone has used before the context; and the batches of this rank"
+    from fastai.data.core import DataLoaders as FastaiDataLoaders
+    from fastai.learner import Learner as FastaiLearner
+    import learnerdist.fastai # noqa: F401
+    torch.manual_seed(0)
+    net,train,valid = nn.Linear(2, 1).double(),[*DataLoader(data(), 1)],[*DataLoader(data(), 5)]
+    if num_distrib()<2: train = [[torch.cat(o) for o in zip(*train[i:i+2])] for i in range(0, N, 2)]
+    kw = dict(lr=.1, opt_func=torch_sgd, metrics=distance)
+    if kind=='fastai': learn = FastaiLearner(FastaiDataLoaders(train, valid), net, OneFloat(nn.MSELoss()), **kw)
+    else: learn = Learner(DataLoaders(train, valid), net, nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=.1), metrics=distance)
+    with learn.no_logging():
+        if not rank_distrib(): learn.validate() # a cache that only rank 0 has
+        with learn.distrib_ctx(seed=1):
+            learn.fit(1)
+            values,n = [float(o) for o in learn.validate()],len(learn.dls.train)
+    return net.weight.detach(),values,n
+
+def distance(p, t): return (p-t).abs().mean()
+
+def torch_sgd(ps, lr):
+    from fastai.optimizer import SGD
+    return SGD(ps, lr)
+
+def lists(*_): return {k: of_lists(k) for k in ('ours','fastai')}
+
+found = asking(alone=(streams, others, all_evaluated, estimates, widening, sliced, lists, wrong))
+
+def test_lists_of_batches_and_a_rank_that_has_validated_alone(found):
+    one, = found(lists, 1)
+    for got in found(lists, 2):
+        for k in one:
+            torch.testing.assert_close(got[k][0], one[k][0], rtol=0, atol=1e-9)
+            assert got[k][1]==pytest.approx(one[k][1]) and got[k][2]==one[k][2]==N//2, k

@@ -96,7 +96,7 @@ def track(kind, tracker, path):
 both = pytest.mark.parametrize('kind,tracker', [('ours','wandb'), ('fastai','mlflow'),
     *(pytest.param(*o, marks=pytest.mark.long) for o in (('fastai','wandb'), ('ours','mlflow')))])
 
-# What makes one run of all ranks is `RunLogger`, for both trackers
+# The test of a resumed fit shows one run for all ranks of Weights & Biases, too
 @pytest.mark.parametrize('kind,tracker', [('fastai','mlflow'), *(pytest.param(*o, marks=pytest.mark.long)
                                           for o in (('ours','wandb'), ('fastai','wandb'), ('ours','mlflow')))])
 def test_one_run_for_all_ranks(kind, tracker, tmp_path):
@@ -126,7 +126,7 @@ def fit(kind, tracker, path, failing):
     return [float(o) for o in learn.recorder.losses],logger.run_id
 
 @both
-@pytest.mark.parametrize('n', [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize('n', [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_resumed_fit_goes_on_with_its_run(n, kind, tracker, tmp_path):
     run_ranks(fit, n, kind, tracker, tmp_path, True)
     (first,old), = read[tracker](tmp_path).items()

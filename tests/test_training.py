@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD
 from harness import close
 from helpers import weights
-from scenes import F32, F64, Cancels, make, points, scene, sgd
+from scenes import F32, F64, Cancels, look, make, net, points, scene, sgd
 from learnerdist.all import Callback, group_rank, group_size, process_group
 from learnerdist.core.random import set_seed
 from learnerdist.learner.callback import CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, inner_events
@@ -62,7 +62,7 @@ def test_steps_of_an_epoch():
     "Its last batch steps"
     learn = fitted(GradientAccumulation(20), bs=8, n=44)
     assert learn.stepped==[(0,2),(0,5),(1,2),(1,5)] and steps_per_epoch(learn)==6
-    for bs,n_acc,drop_last in itertools.product([3, 44], [1, 7, 100], [False, True]):
+    for bs,n_acc,drop_last in itertools.product([1, 3, 11, 44], [1, 7, 100], [False, True]):
         learn = learner(bs=bs, n=44, dl=dict(drop_last=drop_last))
         with learn.added_cbs(GradientAccumulation(n_acc)):
             learn.fit(1)
@@ -123,7 +123,7 @@ from_batch = CancelBatchException,CancelTrainException,CancelEpochException,Canc
 def test_autocast_is_left_however_a_batch_ends(error):
     for event,order in itertools.product([o for o in inner_events if 'cancel' not in o], [-5, 95]):
         if (event,error)==('after_batch', CancelBatchException): continue # there is no batch to cancel any more
-        learn,after,raising = learner(dtype=F32, n=24, bs=24).to_fp16(init_scale=16.),After(),Cancels(event, error, at=0)
+        learn,after,raising = learner(dtype=F32, bs=24).to_fp16(init_scale=16.),After(),Cancels(event, error, at=0)
         raising.order = order
         with suppress(KeyError): learn.fit(1, cbs=[raising,after])
         assert not after.seen and not torch.is_autocast_enabled('cpu'), (event,order)
@@ -160,3 +160,22 @@ def test_set_seed(monkeypatch):
     assert not cudnn.deterministic and cudnn.benchmark
     set_seed(1, reproducible=True)
     assert cudnn.deterministic and not cudnn.benchmark
+
+def one_step(learn, opt, i=0): torchs_step(learn.model, opt, *(o[i:i+8].to(F64) for o in points(48).tensors))
+
+def test_lookahead_saved_and_loaded(tmp_path):
+    "In mid-course: two steps after the slow weights have moved"
+    a,b = (learner(opt=look) for _ in range(2))
+    for o in (a,b): o.path = tmp_path
+    a.prepare(.1)
+    for i in range(5): one_step(a, a.opt, i)
+    a.save('x')
+    b.load('x')
+    assert b.opt.param_groups[0]['n_steps']==5
+    for p,q in zip(a.model.parameters(), b.model.parameters()): assert torch.equal(a.opt.state[p]['slow'], b.opt.state[q]['slow'])
+    for o in (a,b):
+        for i in range(4): one_step(o, o.opt, i)
+    assert torch.equal(weights(a), weights(b))
+    fresh = Lookahead(SGD(net().parameters(), .1))
+    fresh.load_state_dict(Lookahead(SGD(net().parameters(), .2)).state_dict()) # before the first step
+    assert fresh.param_groups[0]['lr']==.2 and not fresh.state

@@ -62,6 +62,7 @@ def plain_bn():
     learn = learner(mlp(nn.BatchNorm1d(8)))
     with learn.distrib_ctx(sync_bn=False): learn.fit(2)
 
+def augmented(): return learner(train=TfmdDL(data(), 4, after_item=lambda o: (o[0]+torch.randn(6), o[1])))
 def not_dealt():
     "A data set that says it is split already, and is not"
     ds = data()
@@ -97,14 +98,16 @@ class Carries(nn.Module):
 def carrying():
     with (learn := learner(mlp(Carries()))).distrib_ctx(checks=False): learn.fit(1)
 def own_buffer(): return learner(mlp(Mean()))
+class Centred(nn.Module):
+    def forward(self, x): return x-x.mean(0)
+def centred(): return learner(mlp(Centred()))
 def texts(b): return nn.utils.rnn.pad_sequence([x[:2+i%4] for i,(x,_) in b], batch_first=True),torch.stack([y for _,(_,y) in b])
 class MeanOfTexts(nn.Module):
     "Its padding counts"
     def forward(self, x): return x.mean(1, keepdim=True)*torch.ones(6)
 def padded(): return learner(nn.Sequential(MeanOfTexts(), mlp()), train=TfmdDL([*enumerate(data())], 4, collate_fn=texts, shuffle=True))
 def rmse(out, y): return ((out[:,0]-y)**2).mean().sqrt()
-def augmented(): return learner(train=TfmdDL(data(), 4, after_item=lambda o: (o[0]+torch.randn(6), o[1])),
-                                metrics=AvgMetric(rmse)) # the mean of the same batches
+def batch_metric(): return learner(metrics=AvgMetric(rmse)) # the mean of the same batches
 
 class Rescales(Callback):
     "Makes weights that depend on the first batch of this rank"
@@ -130,6 +133,18 @@ class Critic(Callback):
         self.opt_critic.step()
 def with_critic(): return learner(mlp(nn.Dropout(.4)), Perceptual(), cbs=Critic)
 
+class OwnStep(Callback):
+    "Centers of classes with an optimizer of their own"
+    def __init__(self, centers): self.centers,self.opt_centers = centers,torch.optim.SGD(centers.parameters(), lr=.5)
+    def before_step(self):
+        self.opt_centers.step()
+        self.opt_centers.zero_grad()
+def center_loss():
+    centers = nn.Embedding(3, 3).double()
+    def loss(p, y): return nn.functional.cross_entropy(p, y)+((p-centers(y))**2).sum(1).mean()
+    loss.n_items = lambda p, y: len(y)
+    return learner(loss=loss, cbs=OwnStep(centers))
+
 def divides(): return learner(train=TfmdDL(data(), 8//max(num_distrib(), 1), shuffle=True))
 
 def remedied():
@@ -144,7 +159,9 @@ class Perceptual(nn.Module):
         super().__init__()
         self.net = nn.Linear(3, 4)
     def forward(self, p, y): return nn.functional.mse_loss(self.net(p), self.net(nn.functional.one_hot(y, 3).to(p)))
-def perceptual(): return learner(loss=Perceptual(), valid=TfmdDL(data(5), 8)) # one batch of validation: rank 1 has none
+def perceptual(): return learner(loss=Perceptual())
+
+def one_batch_of_validation(): return learner(valid=TfmdDL(data(5), 8)) # rank 1 has none
 
 # --- the verdicts ------------------------------------------------------------------------------------------------------------
 
@@ -156,7 +173,7 @@ def words():
     assert torch.backends.cudnn.deterministic # else a GPU's convolutions are not even the same twice
     return learner(OfWords(), opt_func=torch.optim.SGD)
 
-@pytest.mark.parametrize('f', [two_fits,remedied,augmented,words,perceptual])
+@pytest.mark.parametrize('f', [two_fits,remedied,batch_metric,augmented,one_batch_of_validation,words,perceptual])
 def test_same(f):
     res = verify(f)
     assert res.same and res.first is None and str(res).splitlines()[-1].startswith('The same: 2 processes and one'), res
@@ -188,7 +205,10 @@ def test_what_cannot_be_run_in_parts():
     (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'other samples'),
     (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
     (carrying, 'metrics', '', 'model.1.h: kept from one batch'), (padded, 'gradients', '', 'padding: the batches have other shapes'),
-    (rescaled, 'gradients', '', '0.weight: other weights before the first step: code that depends on the rank, or a file of')],
+    (rescaled, 'gradients', '', '0.weight: other weights before the first step: code that depends on the rank, or a file of'),
+    # other codes of the checks of a fit, as that of `no_mean`
+    pytest.param(centred, 'gradients', '', '[mixes-samples]', marks=pytest.mark.long),
+    pytest.param(center_loss, 'gradients', '', '[ranks-differ] own_step.centers.weight', marks=pytest.mark.long)],
     ids=lambda o: getattr(o, '__name__', ''))
 def test_difference(f, kind, name, cause):
     res = verify(f, steps=10)

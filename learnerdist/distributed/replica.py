@@ -131,7 +131,7 @@ class PartSums:
             pairs = [(g,found[p]) for p,g in zip(params, gradients) if p in found]
             if pairs: foreach_add(*map(list, zip(*pairs)))
 
-    def _add_sparse(self, bucket): # of one parameter; it has no `gradients`
+    def _add_sparse(self, bucket): # of one parameter
         p, = bucket.parameters()
         for found in self.pending:
             if p in found: bucket.set_buffer(add_grads({p: bucket.buffer()}, {p: found[p]})[p])
