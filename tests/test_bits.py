@@ -66,7 +66,8 @@ sgd,by_part = partial(torch.optim.SGD, momentum=.9),('batchnorm-parts',)
 of_bits = partial(scene, ds=rows, n=70, n_valid=23, val_bs=5, bs=24, model=mlp, loss=F.cross_entropy, opt=torch.optim.AdamW, lr=.01,
                   dtype=F32, fits=[3], metrics=[accuracy], ctx=dict(seed=3, global_bs=24, max_bs=3))
 scenes = dict(
-    plain=of_bits(), dropout=of_bits(model=dropped), mixup=of_bits(cbs=lambda: [MixUp()], metrics=[]),
+    plain=of_bits(), allreduce=of_bits(ctx=dict(seed=3, global_bs=24, max_bs=3, comm_hook='allreduce')),
+    dropout=of_bits(model=dropped), mixup=of_bits(cbs=lambda: [MixUp()], metrics=[]),
     conv=of_bits(ds=pictures, model=conv, fits=[2], warns=by_part),
     bfloat16=of_bits(ds=pictures, model=conv, dtype=torch.bfloat16, fits=[2], warns=by_part),
     tokens=of_bits(ds=texts, model=tags, loss=of_tokens, dl=dict(collate_fn=pad), metrics=[]),
@@ -98,7 +99,7 @@ def on():
 @pytest.mark.parametrize('W', [2, *[pytest.param(o, marks=pytest.mark.long) for o in (4,8)]])
 def test_bits(on, W, name): same_bits(on, W, name, [*scenes])
 
-few = ['dropout','conv','bfloat16']
+few = ['dropout','conv','bfloat16','allreduce']
 @pytest.mark.slow
 @pytest.mark.parametrize('name', few)
 def test_bits_of_few(on, name): same_bits(on, 4, name, few)

@@ -185,13 +185,15 @@ def _shared(ddp, state, parts):
     ddp.register_comm_hook(state, both)
 
 # %% ../../nbs/distributed/09_replica.ipynb #shm01b
+def _without_memory(ddp, links, parts=None):
+    "Leave DDP without a hook; with parts, the sum of them in the order of the tree"
+    if parts: _plain(_sum_hook)(ddp, links, parts)
+
 def _by_default(ddp, links, parts=None):
     """Shared memory where it can be; a hook that DDP or a callback registers before the first forward pass has
-    precedence. With parts, the sum of them in the order of the tree"""
-    share = can_share(ddp, links)
-    if parts and not share: return _plain(_sum_hook)(ddp, links, parts)
+    precedence"""
+    if not can_share(ddp, links): return _without_memory(ddp, links, parts)
     if parts: return _shared(ddp, SharedMean(ddp, links, False), parts)
-    if not share: return
     state = SharedMean(ddp, links) # a sync point, which the first forward pass is none of
     def register(*args):
         first.remove()
@@ -200,12 +202,8 @@ def _by_default(ddp, links, parts=None):
             if 'once' not in str(e): raise
     first = ddp.register_forward_pre_hook(register)
 
-def _ddps_own(ddp, links, parts=None):
-    "Leave DDP without a hook; with parts, what it would do"
-    if parts: _plain(default_hooks.allreduce_hook)(ddp, links, parts)
-
 _halves = {k: _plain(getattr(default_hooks, f'{k}_compress_hook')) for k in ('fp16','bf16')}
-comm_hooks = dict(shm=_shm, allreduce=_ddps_own, **_halves, powersgd=_powersgd)
+comm_hooks = dict(shm=_shm, allreduce=_without_memory, **_halves, powersgd=_powersgd)
 
 def find_hook(hook):
     """A function of (ddp, links, parts) that registers a communication hook: a name in `comm_hooks`, a function of
@@ -354,7 +352,7 @@ class Replica(Trained):
         self.unused = [] # Names of parameters that the loss does not use: their gradients are added up beside DDP
         self.trained = [],[]
         # By what the exchange divides the sum over ranks
-        self.divisor = 1 if by_parts and comm_hook is _by_default else group_size()
+        self.divisor = 1 if by_parts and comm_hook in (_by_default,_without_memory) else group_size()
         self._begin()
 
     def _begin(self):
