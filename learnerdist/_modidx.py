@@ -348,6 +348,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.forget_passes': ( 'core/compat.html#forget_passes',
                                                                                     'learnerdist/core/compat.py'),
+                                         'learnerdist.core.compat.forgotten_weight': ( 'core/compat.html#forgotten_weight',
+                                                                                       'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.in_bad_fork': ( 'core/compat.html#in_bad_fork',
                                                                                   'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.metric_state': ( 'core/compat.html#metric_state',

@@ -160,6 +160,7 @@ def guarded(p, t): # as one writes it where a batch may have no label
     m = t>=0
     return F.cross_entropy(p[m], t[m]) if m.any() else p.sum()*0
 def weighted_squares(p, t): return F.mse_loss(p, t, weight=t.abs())
+def weighted_distances(p, t): return F.l1_loss(p, t, weight=t.abs())
 def two_loss(out, y): return F.cross_entropy(out[0], y)+F.cross_entropy(out[1]['side'], y)
 def dict_loss(out, b): return F.cross_entropy(out['logits'], b['y'])
 def of_boxes(outs, ys): return torch.stack([((o['center']-y['boxes'])**2).mean() for o,y in zip(outs, ys)]).mean()
@@ -546,10 +547,16 @@ def words(n):
     return TensorDataset(x, x[:,0]%3)
 def rows_of_words(): return Of(lambda m, x: m.out(m.emb(x).mean(1)), emb=nn.Embedding(9, 5, sparse=True), out=nn.Linear(5, 3))
 losses = {k: scene(n=37, ds=classes, loss=f) for k,f in class_losses.items()}
+if hasattr(nn, 'LinearCrossEntropyLoss'): # torch 2.13
+    class LastLayer(nn.LinearCrossEntropyLoss):
+        "The last layer is in the loss, which computes chunks"
+        def __init__(self): super().__init__(2, 3, options=nn.LinearCrossEntropyOptions())
+    losses['last layer'] = scene(n=45, ds=quarter, loss=LastLayer)
 losses |= dict(ignore=scene(n=37, ds=quarter, loss=nn.CrossEntropyLoss), mse=scene(n=37),
                bce=scene(n=37, ds=chances, loss=nn.BCEWithLogitsLoss),
                sum=scene(n=37, ds=classes, loss=nn.CrossEntropyLoss(reduction='sum'), lr=.002),
-               squares=scene(n=37, loss=squares, lr=.002), tokens=scene(n=45, ds=texts, model=Tags, loss=of_tokens),
+               squares=scene(n=37, loss=squares, lr=.002), distances=scene(n=45, loss=weighted_distances),
+               tokens=scene(n=45, ds=texts, model=Tags, loss=of_tokens),
                counted=scene(n=45, ds=texts, model=Tags, loss=counted_tokens))
 scenes |= losses | {'a batch without items': scene(n=48, bs=4, ds=few_ignored, loss=guarded, shuffle=False),
                     'sparse gradients': scene(n=45, ds=words, model=rows_of_words, loss=F.cross_entropy, opt=torch.optim.SGD),

@@ -77,7 +77,7 @@ def test_one_process_is_plain_torch(name):
     c = {**losses[name], 'shuffle': False}
     got,learn = run(c)['fits'][-1],make(c)
     model,f,seen = learn.model,learn.loss_func,[]
-    opt = c['opt'](model.parameters(), c['lr'])
+    opt = c['opt']([*model.parameters(), *(f.parameters() if isinstance(f, torch.nn.Module) else ())], c['lr'])
     def value(x, y):
         res = f(model(x), y)
         return res[0]/res[1] if isinstance(res, tuple) else res

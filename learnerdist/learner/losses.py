@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler
 
-from ..core.compat import tree_leaves,tree_map,version
+from ..core.compat import forgotten_weight,tree_leaves,tree_map,version
 from ..core.env import wide_dtype
 from ..core.random import untouched
 from ..core.stacks import need
@@ -35,10 +35,10 @@ class MeanOver(NamedTuple):
     # From (prediction, *targets) of a batch to its number of items: a number, or a tensor (); None: found with the loss
     count:Callable=None
 
-def n_class_items(pred, targ, *_, weight=None, ignore_index=-100):
+def n_class_items(pred, targ, *_, weight=None, ignore_index=None):
     "What a cross-entropy counts: targets that are not ignored, by the weights of their classes"
     if targ.is_floating_point(): return targ.numel()//targ.shape[min(targ.ndim-1, 1)] # probabilities of classes
-    counted = targ!=ignore_index
+    counted = targ!=(-100 if ignore_index is None else ignore_index)
     if weight is None: return counted.sum()
     return weight.to(targ.device)[targ.where(counted, 0).long()].where(counted, 0).sum()
 
@@ -47,12 +47,13 @@ def n_elements(pred, targ, *_)->int:
     return targ.numel() if isinstance(targ, Tensor) else find_bs(targ)
 
 # %% ../../nbs/learner/00_losses.ipynb #7236663f
-_of_classes = 'cross_entropy','nll_loss'
+_of_classes = 'cross_entropy','nll_loss','linear_cross_entropy'
 _of_samples = """ctc_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss
 margin_ranking_loss triplet_margin_loss triplet_margin_with_distance_loss""".split()
 _of_elements = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
 kl_div poisson_nll_loss gaussian_nll_loss soft_margin_loss hinge_embedding_loss""".split()
-_functions = {getattr(F, o): o for o in (*_of_classes,*_of_samples,*_of_elements)}
+# an older torch lacks some
+_functions = {getattr(F, o): o for o in (*_of_classes,*_of_samples,*_of_elements) if hasattr(F, o)}
 
 def _stem(name): # BCEWithLogitsLoss calls binary_cross_entropy_with_logits
     return name.replace('_', '').lower().replace('binarycrossentropy', 'bce').removesuffix('loss')
@@ -66,10 +67,10 @@ def _of_torch(name, opts):
     reduction = opts.get('reduction', 'mean')
     if reduction=='sum': return MeanOver('sum')
     if reduction=='batchmean' or name in _of_samples: return MeanOver('samples')
-    if name=='mse_loss' and opts.get('weight') is not None: return MeanOver('items', lambda *_: opts['weight'].sum())
+    weight = opts.get('weight')
+    if name in ('mse_loss','l1_loss') and weight is not None: return MeanOver('items', lambda *_: weight.sum())
     if name in _of_elements: return MeanOver('items', n_elements)
-    own = dict(weight=opts.get('weight'), ignore_index=opts.get('ignore_index', -100))
-    return MeanOver('items', partial(n_class_items, **own))
+    return MeanOver('items', partial(n_class_items, weight=weight, ignore_index=opts.get('ignore_index')))
 
 # %% ../../nbs/learner/00_losses.ipynb #0864ecc0
 @singledispatch
@@ -113,6 +114,7 @@ class LossTrace(TorchFunctionMode):
         with self: return model(*args, **kwargs)
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is F.l1_loss: kwargs = kwargs|forgotten_weight()
         res = func(*args, **kwargs)
         if func in _functions: self.calls.append((res, version(res), func, args, kwargs))
         elif func in _same and args and (call := self._call_of(args[0])):
@@ -128,10 +130,9 @@ class LossTrace(TorchFunctionMode):
         if call is None: return None
         func,args,kwargs = call[2:]
         opts = _signature(func).bind(*args, **kwargs).arguments
-        pred,targ,*_ = opts.values()
         over = _of_torch(_functions[func], opts)
         if func is F.ctc_loss and over.kind=='samples': return len(opts['target_lengths'])
-        if over.kind=='items': return over.count(pred, targ)
+        if over.kind=='items': return over.count(opts['input'], opts['target'])
 
 _signature = cache(inspect.signature)
 _names = 'clone','to','float','double','contiguous','mean'
