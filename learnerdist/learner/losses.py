@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler
 
-from ..core.compat import tree_leaves,tree_map,version
+from ..core.compat import lost_weight,tree_leaves,tree_map,version
 from ..core.env import wide_dtype
 from ..core.random import untouched
 from ..core.stacks import need
@@ -66,7 +66,8 @@ def _of_torch(name, opts):
     reduction = opts.get('reduction', 'mean')
     if reduction=='sum': return MeanOver('sum')
     if reduction=='batchmean' or name in _of_samples: return MeanOver('samples')
-    if name=='mse_loss' and opts.get('weight') is not None: return MeanOver('items', lambda *_: opts['weight'].sum())
+    if name in ('mse_loss','l1_loss') and opts.get('weight') is not None:
+        return MeanOver('items', lambda *_: opts['weight'].sum())
     if name in _of_elements: return MeanOver('items', n_elements)
     own = dict(weight=opts.get('weight'), ignore_index=opts.get('ignore_index', -100))
     return MeanOver('items', partial(n_class_items, **own))
@@ -113,6 +114,7 @@ class LossTrace(TorchFunctionMode):
         with self: return model(*args, **kwargs)
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is F.l1_loss: kwargs = kwargs | lost_weight()
         res = func(*args, **kwargs)
         if func in _functions: self.calls.append((res, version(res), func, args, kwargs))
         elif func in _same and args and (call := self._call_of(args[0])):
