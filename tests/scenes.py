@@ -92,6 +92,7 @@ def bn_frozen():
     m = bn()
     m[1].requires_grad_(False)
     return m
+def bn_of_torch(): return nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.Tanh(), nn.Linear(8, 2))
 def bn_cumulative(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 3))
 
 def last_state(m, x): return m.out(m.rnn(x.flatten(1).view(len(x), 4, 4))[0][:,-1])
@@ -288,6 +289,20 @@ class Twice(Callback):
     "A second backward pass: `learn.wrapper` weighs it"
     run_valid = False
     def before_step(self): self.loss_func((self.wrapper or self.model)(*self.xb), *self.yb).backward()
+
+class OwnPass(Callback):
+    "A backward pass of its own, before the learner's"
+    run_valid = False
+    def before_backward(self): sum(.01*p.square().sum() for p in self.model.parameters()).backward()
+
+class Jitters(Callback):
+    "Draws after the backward pass: noise for gradients, and for weights"
+    run_valid = False
+    def before_step(self):
+        for p in self.model.parameters(): p.grad += .01*torch.randn_like(p)
+    @torch.no_grad()
+    def after_step(self):
+        for p in self.model.parameters(): p += .01*torch.randn_like(p)
 
 class Penalty(Callback):
     run_valid = False
@@ -561,6 +576,9 @@ losses |= dict(ignore=scene(n=37, ds=quarter, loss=nn.CrossEntropyLoss), mse=sce
 scenes |= losses | {'a batch without items': scene(n=48, bs=4, ds=few_ignored, loss=guarded, shuffle=False),
                     'sparse gradients': scene(n=45, ds=words, model=rows_of_words, loss=F.cross_entropy, opt=torch.optim.SGD),
                     'weights of torch': scene(n=45, loss=weighted_squares),
+                    'a sum, unchecked': scene(n=45, loss=squares, lr=.002, ctx=dict(seed=3, checks=False)),
+                    "torch's SyncBatchNorm": scene(n=45, model=bn_of_torch),
+                    'own backward pass': with_cb(OwnPass, n=45), 'draws of a step': with_cb(Jitters),
                     'an output of a class': scene(n=37, model=with_class, loss=of_class, preds=False),
                     'activations computed again': scene(n=46, model=checkpointed),
                     'two optimizers': scene(n=45, cbs=lambda: [TrainsHead()], splitter=body)}

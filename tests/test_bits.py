@@ -1,12 +1,14 @@
 """The same bits on any number of devices: `distrib_ctx(global_bs=…, max_bs=…)` ends with equal weights, optimizer state, recorded
 losses, metrics and predictions on 1, 2, 4 and 8 ranks, in float32 and bfloat16, also if it was stopped and goes on elsewhere"""
 from functools import cache, partial
-import pytest, torch
+import random
+import numpy as np, pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from harness import close
-from scenes import F32, F64, OnOneRank, draws, make, rank_runs, result, scene
+from helpers import Of
+from scenes import F32, F64, Jitters, OnOneRank, draws, make, rank_runs, result, scene
 from learnerdist.all import *
 from learnerdist.learner.techniques import GradientClip, MixedPrecision
 from learnerdist.testing import run_ranks
@@ -31,13 +33,36 @@ def conv():
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(.3), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4),
                          nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
 class Shifted(nn.Sequential):
-    "With a buffer that is another tensor after each forward pass"
+    "With buffers that are other tensors after each forward pass: the first one makes them, or lets them grow"
     def __init__(self):
         super().__init__(*mlp())
-        self.register_buffer('mean', torch.zeros(6))
+        for k,o in dict(mean=torch.zeros(6), most=None, seen=torch.zeros(0, 6)).items(): self.register_buffer(k, o)
     def forward(self, x):
-        if self.training: self.mean = self.mean*.9+x.mean(0)*.1
-        return super().forward(x-self.mean)
+        if self.training:
+            self.mean = self.mean*.9+x.mean(0)*.1
+            self.most = x.amax(0) if self.most is None else self.most.maximum(x.amax(0))
+            self.seen = torch.cat([self.seen, x.mean(0, keepdim=True)])
+        return super().forward((x-self.mean)/(1 if self.most is None else self.most))
+class Centred(nn.Module):
+    "A loss with a buffer, which each call of training moves"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('centre', torch.zeros(3))
+    def forward(self, p, t):
+        if p.requires_grad: self.centre.mul_(.9).add_(p.detach().mean(0), alpha=.1)
+        return F.cross_entropy(p-self.centre, t)
+class Noisy(nn.Sequential):
+    "Draws from random generators of its own"
+    def __init__(self):
+        super().__init__(*mlp())
+        self.own = torch.Generator().manual_seed(4),np.random.default_rng(4),random.Random(4)
+    def forward(self, x):
+        a,b,c = self.own
+        if self.training: x = x+torch.rand(x.shape, generator=a)+torch.from_numpy(b.random(x.shape)).to(x)+c.random()
+        return super().forward(x)
+def columns(): return Of(lambda m, x: m.net(x).t(), net=nn.Linear(6, 4))
+def sum_of_columns(p, t): return (p.t()-F.one_hot(t, 4)).square().sum()
+def synced(): return nn.Sequential(nn.Linear(6, 8), nn.SyncBatchNorm(8), nn.Tanh(), nn.Linear(8, 3))
 class Laid(nn.Module):
     "Its parameters are channels_last, transposed, every second column of a tensor, and complex"
     def __init__(self):
@@ -78,7 +103,10 @@ scenes = dict(
     a_part_cancelled=of_bits(cbs=lambda: [OnOneRank('after_pred', CancelBatchException, 1, 5)]),
     cancelled_late=of_bits(cbs=lambda: [OnOneRank('after_loss', CancelBatchException, 2, 0)]),
     fit_cancelled=of_bits(cbs=lambda: [OnOneRank('before_backward', CancelFitException, 4, 6)]),
-    buffer=of_bits(model=Shifted), layouts=of_bits(ds=pictures, model=Laid),
+    buffer=of_bits(model=Shifted, loss=Centred, warns=('loss-not-mean',)), own_draws=of_bits(model=Noisy, cbs=lambda: [Jitters()]),
+    # in one process, too, the kind of a loss is found from samples that are read, since this batch cannot be cut
+    columns=of_bits(model=columns, loss=sum_of_columns, lr=.001, metrics=[], preds=False),
+    torchs_sync_bn=of_bits(model=synced, warns=by_part), layouts=of_bits(ds=pictures, model=Laid),
     # the last part of one process, and of one of two ranks: the others go on, so the step is taken
     cancelled_after_a_backward_pass=of_bits(cbs=lambda: [OnOneRank('after_backward', CancelFitException, 1, 7)]),
     # whose sum is rounded

@@ -61,8 +61,9 @@ def rank_calls(learner_calls):
 
 # What our Learner adds: its events, the callbacks that answer them, the recorder and its metrics, and on several ranks the items that a
 # loss counts, added up over ranks, the mean of gradients in shared memory, what is trained, and the vote.
-# A change that needs more says so here, and in benchmarks/README.md what it costs
-@pytest.mark.parametrize('W,step,batch', [(1, 66, 48), (2, 119, 66)])
+# A change that needs more says so here, and in benchmarks/README.md what it costs. Streams are seeded once more, for what is drawn after a
+# backward pass: 6 calls
+@pytest.mark.parametrize('W,step,batch', [(1, 73, 48), (2, 127, 66)])
 def test_python_calls(W, step, batch):
     for steps,batches in run_ranks(rank_calls, W, ours):
         assert step/2<steps<=step and batch/2<batches<=batch
@@ -77,4 +78,4 @@ def test_walks():
     (step,_,files,_),(index,_,more,_) = run_ranks(rank_walks, 2, str(Path(__file__).parent.parent/'tools'))[0]
     # a data set's own random generators are looked for at an epoch's first sample; what ranks compare at the beginning takes the links of
     # votes, whose rows Python sends: 46 calls in place of 8 collectives
-    assert step<=115 and files<=13 and index<=485 and more<=25
+    assert step<=121 and files<=13 and index<=485 and more<=25

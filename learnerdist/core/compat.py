@@ -14,6 +14,7 @@ from inspect import signature
 
 import torch
 from torch.distributed import destroy_process_group
+from torch.nn.functional import l1_loss
 from torch.nn.parallel import DistributedDataParallel
 
 # %% ../../nbs/core/00_compat.ipynb #ede8b4a3
@@ -78,6 +79,7 @@ default_store = find('default_store')
 end_children = find('end_children') # of this process, which ends without `sys.exit`
 BatchNorm,check_channels = find('batch_norm'),find('check_channels') # the first for isinstance
 TrackingNorm = find('tracking_norm') # BatchNorm and InstanceNorm, for isinstance
+own_buffers = '_buffers' # an attribute: a module's by name, also those that are None
 foreach_add = find('foreach_add')
 foreach_mul = find('foreach_mul')
 # For a copied DataLoader, which would else read from the workers of the original
@@ -105,6 +107,13 @@ check_reduced = '_check_reducer_finalized'
 def metric_state(metric)->dict:
     "From each state attribute to the function by which torchmetrics reduces it over ranks; empty if it is not known"
     return getattr(metric, '_reductions', {})
+
+def lost_weight()->dict:
+    "The weight of the call of `F.l1_loss` that has led here: torch does not hand it to what observes the call"
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not l1_loss.__code__: frame = frame.f_back
+    weight = frame and frame.f_locals.get('weight') # an older torch has none
+    return {} if weight is None else dict(weight=weight)
 
 @contextmanager
 def unsynced(metric):
@@ -161,12 +170,6 @@ def storage_id(t)->int:
 def version(t)->int:
     "How often a tensor was changed in place, as by `loss += penalty`; 0 where that is not known"
     return t._version if isinstance(t, torch.Tensor) and not t.is_inference() else 0
-
-def forgotten_weight()->dict:
-    """In a `TorchFunctionMode` that sees a call of `F.l1_loss`, called by its method: the argument `weight`, which torch
-    2.15 still leaves out there"""
-    weight = sys._getframe(3).f_locals.get('weight')
-    return {} if weight is None else dict(weight=weight)
 
 def replace_tensors(model, f):
     "Put `f(t)` in place of each parameter and buffer `t` of a model: what `to` and `to_empty` of torch do"

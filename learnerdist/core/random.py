@@ -120,11 +120,11 @@ class Generators(list):
     "Random generators that the user's objects have for themselves: torch's, Python's, numpy's"
     rest = 0 # The seed that they get after samples have been read
     @classmethod
-    def of(cls, *users):
-        "Those that these objects, and the methods of their classes, refer to"
+    def of(cls, *users, but=()):
+        "Those that these objects, and the methods of their classes, refer to; what only `but` refer to is left out"
         np = sys.modules.get('numpy')
         todo = [*users]
-        seen = {}
+        seen = {id(o): o for o in but}
         kinds = torch.Generator,random.Random
         if np: kinds += np.random.Generator,np.random.RandomState
         for o in todo: # it grows
@@ -265,6 +265,7 @@ class Moment(IntEnum):
     before_evaluation = -8
     before_epoch = -9
     valid_batch = -10      # When it is computed
+    step = -11             # After the backward pass of a batch
 
 # %% ../../nbs/core/04_random.ipynb #c020
 def draw(items, rng:shared_rng, chunk:int=1, first:int=1):

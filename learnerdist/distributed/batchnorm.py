@@ -113,13 +113,15 @@ def _track(bn, n, mean, var, counts):
 class Synced:
     "Mixin that makes a synchronised class from a plain BatchNorm class, `plain`"
     plain,process_group = None,None
-    running = None # What knows the part of a step that is computed, by its `part`: an engine; None: each pass counts
+    # What knows the part of a step that is computed, by its `part` and `by_parts`: an engine; None: each pass counts
+    running = None
     _check_non_zero_input_channels = check_channels
 
     @property
     def is_on(self)->bool:
         "Whether this pass is one over the global batch"
-        in_step = self.running is None or self.running.part is not None # batches of evaluation differ in number
+        # batches of evaluation differ in number; with `max_bs` statistics are those of a part
+        in_step = self.running is None or self.running.part is not None and not self.running.by_parts
         return self.training and in_step and _ranks(self.process_group)>1
     @property
     def counts(self)->bool:
@@ -204,25 +206,31 @@ def _kind(m):
     "The mixin for layer `m`; None if it needs none"
     if isinstance(m, Synced): return None
     if isinstance(m, _instance_norms): return SyncedInstance if m.track_running_stats else None
-    return Synced if isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm) else None
+    return Synced if isinstance(m, BatchNorm) else None
+
+class _AnyShape(BatchNorm):
+    "What torch's SyncBatchNorm is in one process"
+    def _check_input_dim(self, x): pass
 
 @lru_cache(32)
 def _synced(kind, cls, group): # one class for all fits: a compiled graph is made for classes
-    return type('Sync'+cls.__name__, (kind, cls), dict(plain=cls, process_group=group))
+    base = _AnyShape if cls is nn.SyncBatchNorm else cls # DDP refuses torch's on CPUs
+    return type('Sync'+cls.__name__, (kind, base), dict(plain=cls, process_group=group))
 
 def _can_sync(m:nn.Module)->bool:
     "True if `m` runs torch's own forward, which we know how to replace, and is not about to change its class by itself"
-    torchs = nn.BatchNorm1d.forward,nn.InstanceNorm1d.forward
+    torchs = nn.BatchNorm1d.forward,nn.InstanceNorm1d.forward,nn.SyncBatchNorm.forward
     return type(m).forward in torchs and not isinstance(m, LazyModuleMixin)
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c021
 def sync_batchnorm(
     model:nn.Module, # Changed in place: its BatchNorm layers stay the same objects, with the same parameters
     group=None,      # The ranks whose batches are one; None: the default group, looked up at each forward pass
-    running=None     # What knows the part of a step that is computed, by its `part`; None: each pass counts
+    running=None,    # What knows the part of a step that is computed, see `Synced`; None: each pass counts
+    only=nn.Module   # The kind of layers that are changed
 ):                   # undo(): each layer gets its own class back; calling it again does nothing
     "Let every BatchNorm layer of `model` train on the statistics of the global batch, until `undo()` is called"
-    named = [(name or 'the model',m) for name,m in model.named_modules() if _kind(m)]
+    named = [(name or 'the model',m) for name,m in model.named_modules() if isinstance(m, only) and _kind(m)]
     unknown = ', '.join(f'{name} ({type(m).__name__})' for name,m in named if not _can_sync(m))
     if unknown:
         warn('unsynced-batchnorm', "BatchNorm not synchronised, as its forward is not torch's or its size is not "

@@ -20,7 +20,7 @@ from ..core.compat import BatchNorm
 from ..core.env import group_rank,group_size,group_timeout,next_phase
 from ..core.env import process_group,running
 from ..core.lending import lend,replaced
-from ..core.random import Moment,rng_state,seed_streams,set_rng_state
+from ..core.random import Generators,Moment,mix_seed,no_generators,rng_state,seed_streams,set_rng_state
 from ..core.shards import all_params,is_sharded,on_meta
 from ..core.stacks import frames_of,need,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
@@ -286,6 +286,7 @@ class Engine(Runner):
         self.loop = Loop() # The present one
         self.accumulation = Accumulation() # Of the last training loop
         self.tracked = [] # See `track`
+        self.generators = no_generators # That the model, the loss and callbacks have for themselves
         # Whether parts are as large as `max_bs` says, and not a rank's whole batch; their samples, at most
         self.by_parts,self.max_bs = False,None
 
@@ -331,6 +332,7 @@ class Engine(Runner):
             for cb in cbs:
                 learn.add_cb(cb)
                 ctx.stack.callback(learn.remove_cb, cb)
+            self._find_generators()
         except BaseException:
             self.close()
             raise
@@ -344,7 +346,7 @@ class Engine(Runner):
         same_weights = same_state = True
         if many:
             same_weights,same_state = same_model(learn, self.gather_same)
-            check_embeddings(get_model(learn.model))
+            check_embeddings(get_model(learn.model), self.by_parts)
         if not same_weights: broadcast_module(get_model(learn.model))
         same_optimizer(learn, same_state)
         if shard: self.sharded.shard()
@@ -369,6 +371,7 @@ class Engine(Runner):
     def check_settings(self):
         "Raise ValueError if the ranks begin different fits. Sync point"
         self.ballot.agree()
+        self._find_generators() # also those of callbacks' `before_fit`
         if self.links is not None: same_fit(self.learn, self.loaders.compared(), self.gather_same)
         if self.by_parts and self.max_bs is None: self._find_size()
 
@@ -397,6 +400,17 @@ class Engine(Runner):
     def seed_streams(self, *moment:int):
         "Seed the random streams for a moment of this epoch, alike at any number of ranks"
         if self.opts.sample_seeds: seed_streams(self.seed, self.loaders.epoch, *moment)
+        if self.generators: self.seed_generators(*moment)
+
+    def seed_generators(self, *moment:int):
+        "Seed those that the model, the loss and callbacks have for themselves"
+        if self.opts.sample_seeds: self.generators.seed(mix_seed(self.seed, self.loaders.epoch, *moment)+1)
+
+    def _find_generators(self):
+        "Of the model, the loss and callbacks, and not of the loaders"
+        learn = self.learn
+        users = [get_model(learn.model),learn.loss_func,*[o for o in learn.cbs if o is not self.adapter]]
+        self.generators = Generators.of(*users, but=[learn,learn.dls,self])
 
     def begin_training(self):
         "Before a training loop, before other callbacks: what runs in place of the model"
@@ -588,8 +602,13 @@ _max_norm = ('{} has max_norm, which shortens on each rank the rows that this ra
              'shorten all rows in a callback: '
              'def after_step(self): torch.embedding_renorm_(w, torch.arange(len(w)), max_norm, 2)')
 
-def check_embeddings(model):
-    "ValueError for an embedding that changes its weights in the forward pass"
+_by_freq = ('{} has scale_grad_by_freq, which counts rows in the batch of one rank: leave it out, or give max_bs, with '
+            'which it counts in a part')
+
+def check_embeddings(model, by_parts=False):
+    "ValueError for an embedding that changes its weights in the forward pass, or counts rows of one rank"
     for k,m in model.named_modules():
-        is_embedding = isinstance(m, (nn.Embedding,nn.EmbeddingBag))
-        need(not is_embedding or m.max_norm is None, _max_norm.format(k or 'the model'))
+        if not isinstance(m, (nn.Embedding,nn.EmbeddingBag)): continue
+        name = k or 'the model'
+        need(m.max_norm is None, _max_norm.format(name))
+        need(by_parts or not m.scale_grad_by_freq, _by_freq.format(name))

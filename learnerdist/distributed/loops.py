@@ -307,14 +307,14 @@ class TrainingLoop(Loop):
     def _begin_step(self, i, b)->tuple: # the step, and the batches of its parts
         self.ballot.phase = Phase.train_batch
         parts,batches,n = self._read_parts(b) if self.source.reads_parts else self._only_part(i, b)
-        statistics = PartStatistics(get_model(self.learn.model), len(parts)) if self.by_parts else None
+        statistics = None
+        if self.by_parts:
+            statistics = PartStatistics(get_model(self.learn.model), len(parts), self.learn.loss_func)
         step = self.step = Step(parts, self.source.n_parts, statistics)
         self.n_steps += 1
         # any number that all ranks know will do; with the samples of this step there is mostly nothing to correct
         self.scale = float(n or self.source.full)
-        # what a callback accumulates in its own way has its scale already; with `max_bs` ranks have added up a group's
-        own = self.weighs and self.replica is not None and not self.accumulation.begun
-        if self.by_parts or own: self._keep_earlier(step)
+        if self.by_parts: self._keep_earlier(step)
         return step,batches
 
     def _only_part(self, i, b)->tuple:
@@ -336,7 +336,7 @@ class TrainingLoop(Loop):
         return parts,self._without_bad(parts, batches),n
 
     def _keep_earlier(self, step):
-        "Keep gradients of batches before, since a callback accumulates, until the end of the step"
+        "Keep gradients of batches before, since a callback accumulates, or of its own, until the end of the step"
         params = self.params()
         if any([p.grad is not None for p in params]): step.kept = {p: g.clone() for p,g in take_grads(params).items()}
 
@@ -369,6 +369,7 @@ class TrainingLoop(Loop):
         step.is_last = step.i==len(step.parts)-1
         self.more_parts = not step.is_last
         if not source.seeds: self.engine.seed_streams(i, part.number)
+        elif self.engine.generators: self.engine.seed_generators(i, part.number)
         if source.reads_parts:
             source.dealer.part_size = source.dealer.size_of_part(part.number)
             b = source.dl.after_part(b)
@@ -456,6 +457,9 @@ class TrainingLoop(Loop):
         "Before the backward pass of a part, after other callbacks: what travels with its gradients is known"
         step,learn = self.step,self.learn
         if not self.weighs: return
+        # what a callback has added in its own way has its scale already; with `max_bs` ranks have added up a group's
+        own = not self.by_parts and self.replica is not None and not self.accumulation.begun
+        if own: self._keep_earlier(step)
         if learn.yb: self._weigh(self.part)
         if self.part.why in by_callback: # and may have given a NaN
             step.handles = [p.register_hook(_finite) for p in self.engine.all_params() if p.requires_grad]
@@ -477,6 +481,7 @@ class TrainingLoop(Loop):
         if self.replica: self.replica.after_backward(pending)
         elif self.by_parts: add_earlier(self.params(), pending)
         if self.weighs: self._end_step(step)
+        self.engine.seed_streams(self.learn.iter, Moment.step) # what the optimizer and callbacks draw there
 
     def _keep(self, step):
         "After the backward pass of a part that is not the last one: its gradients stay, or join the tree"

@@ -12,9 +12,9 @@ from operator import add
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor,nn
 
-from ..core.compat import TrackingNorm,foreach_add,version
+from ..core.compat import TrackingNorm,foreach_add,own_buffers,version
 from ..core.collectives import broadcast_tensors,by_gloo
 from ..core.env import current_group,group_size,wide_dtype
 from ..data.dealing import factors
@@ -178,24 +178,29 @@ class Step:
 def _in_a_row(tensors)->Tensor: # at once: on a device each operation costs, however small
     return torch.cat([o.detach().flatten() for o in tensors]).to(wide_dtype(tensors[0].device))
 
+def _cloned(t): return None if t is None else t.clone()
+
 class PartStatistics:
-    "The buffers of a model in the parts of one step"
-    def __init__(self, model, n:int): # parts of this rank
+    "The buffers of a model, and of a loss that is a module, in the parts of one step"
+    def __init__(self, model, n:int, loss=None): # n: parts of this rank
         self.running = [] # Statistics of normalisation layers: each one's mean, then its variance
         self.counters = [] # How many batches they have seen
-        for m in model.modules():
+        modules = [*model.modules()]
+        if isinstance(loss, nn.Module): modules += [m for m in loss.modules() if m not in modules]
+        for m in modules:
             if not isinstance(m, TrackingNorm) or not m.training or m.running_mean is None: continue
             self.running += [m.running_mean,m.running_var]
             if m.num_batches_tracked is not None: self.counters.append(m.num_batches_tracked)
         known = {*map(id, self.running+self.counters)}
         self.others = [] # Modules, and names of their other buffers
-        for m in model.modules(): self.others += [(m,k) for k,o in m.named_buffers(recurse=False) if id(o) not in known]
+        for m in modules: self.others += [(m,k) for k,o in vars(m)[own_buffers].items() if id(o) not in known]
         self.start = [(o,o.clone()) for o in self.running+self.counters]
-        self.start_of_others = [(o,o.clone()) for o in self._now()]
+        self.start_of_others = [(o,_cloned(o)) for o in self._now()]
         self.versions = self._versions()
         self.changed = False # Whether a forward pass has written to `others`
         self.total = Tree(n, add) # Of what the parts have made of `running`, and how many count
-        self.first = None # What part 0 has made of `others`
+        # What this rank's first part has made of `others`: part 0 on rank 0, else the same shapes; () if nothing
+        self.first = None
         self.begun = False # Whether a part has begun
 
     @torch.no_grad()
@@ -208,11 +213,12 @@ class PartStatistics:
         self.begun = True
 
     def _now(self): return [getattr(*o) for o in self.others]
-    def _versions(self): return [(id(o),version(o)) for o in self._now()]
+    def _versions(self): return [(id(o),None if o is None else version(o)) for o in self._now()]
     def _set_others(self, values):
         for (m,k),(o,_),value in zip(self.others, self.start_of_others, values):
-            o.copy_(value)
-            setattr(m, k, o) # a forward pass may have put another tensor there
+            # a forward pass may have put another tensor there, also the first one, or one of another shape
+            is_alike = o is not None and value is not None and o.shape==value.shape
+            setattr(m, k, o.copy_(value) if is_alike else _cloned(value))
 
     def end_part(self, part:Part):
         "After its backward pass"
@@ -220,7 +226,7 @@ class PartStatistics:
             row = _in_a_row(self.running)
             row = torch.cat([row, row.new_ones(1)])
             self.total.push(row if part.why is None else torch.zeros_like(row))
-        if not part.number and self.has_changed(): self.first = [o.clone() for o in self._now()]
+        if self.first is None: self.first = [*map(_cloned, self._now())] if self.has_changed() else ()
 
     def has_changed(self)->bool:
         "Whether the forward passes write to buffers that are no statistics"
@@ -240,4 +246,4 @@ class PartStatistics:
             for o,old in self.start[n_running:]: o.copy_(old+(n>0))
         if not changed: return
         self._set_others(self.first or [old for _,old in self.start_of_others])
-        broadcast_tensors(self._now())
+        broadcast_tensors([o for o in self._now() if o is not None])

@@ -14,7 +14,7 @@ from operator import attrgetter,itemgetter
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor,nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks,powerSGD_hook as psgd
 from torch.nn.parallel import DistributedDataParallel
 
@@ -356,7 +356,10 @@ class Replica(Trained):
         self._begin()
 
     def _begin(self):
-        self.undo_bn = sync_batchnorm(self.model, current_group(), self.engine) if self.sync_bn else None
+        only = None
+        if self.sync_bn: only = nn.Module
+        elif self.parts: only = nn.SyncBatchNorm # which would synchronise parts of ranks
+        self.undo_bn = only and sync_batchnorm(self.model, current_group(), self.engine, only)
         self._wrap()
 
     def _wrap(self):

@@ -176,8 +176,10 @@ class SelfCheck:
         self.engine = engine
         self.due = False # Whether the next batch is checked
     def begin_fit(self):
-        "The first batch of this fit is checked, if there are several ranks"
-        self.due = bool(self.engine.findings.mode) and self.engine.links is not None
+        "The first batch of this fit is checked, if there are several ranks or nothing is known of the loss"
+        e = self.engine
+        is_checked = bool(e.findings.mode) and e.links is not None
+        self.due = is_checked or loss_over(e.learn).kind=='unknown'
 
     def __call__(self, cancelled=False):
         "Check a batch that is `due`, before its forward pass; `cancelled`: this rank has cancelled it. Sync point"
@@ -192,7 +194,7 @@ class SelfCheck:
     def _look(self)->Found:
         "None if it cannot be computed: neither in evaluation nor in training"
         W = group_size()
-        n = next(k for k in range(2, W+1) if W%k==0) # ranks compute each part equally often
+        n = next((k for k in range(2, W+1) if W%k==0), 2) # ranks compute each part equally often
         for training,make in product((False,True), (read_parts,cut_parts)):
             try:
                 parts = make(self.engine.learn, n)
@@ -231,7 +233,7 @@ class SelfCheck:
         if not found: return []
         params = get_model(learn.model).named_parameters()
         named = {k: id(p) for k,p in params if p.requires_grad and p.numel()}
-        if not replica.may_find_unused or not {*named.values()}-found: return []
+        if replica is None or not replica.may_find_unused or not {*named.values()}-found: return []
         again = reached(computed(learn, *b, training=True).loss)
         return [] if again is None else [k for k,o in named.items() if o not in found|again]
 
@@ -242,6 +244,7 @@ class SelfCheck:
         is_unknown = over.kind=='unknown'
         if is_unknown and kind:
             losses.set_loss_over(learn, MeanOver('samples' if kind=='other' else kind))
+        if self.engine.links is None: return # nothing is shared out
         if unused: self.engine.replica.set_aside(unused, findings)
         func = get_model(learn.model) if learn.loss_func is None else learn.loss_func
         name = getattr(func, '__name__', type(func).__name__)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler
 
-from ..core.compat import forgotten_weight,tree_leaves,tree_map,version
+from ..core.compat import lost_weight,tree_leaves,tree_map,version
 from ..core.env import wide_dtype
 from ..core.random import untouched
 from ..core.stacks import need
@@ -114,7 +114,7 @@ class LossTrace(TorchFunctionMode):
         with self: return model(*args, **kwargs)
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is F.l1_loss: kwargs = kwargs|forgotten_weight()
+        if func is F.l1_loss: kwargs = kwargs|lost_weight()
         res = func(*args, **kwargs)
         if func in _functions: self.calls.append((res, version(res), func, args, kwargs))
         elif func in _same and args and (call := self._call_of(args[0])):
