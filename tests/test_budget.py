@@ -77,5 +77,5 @@ def test_walks():
     "What a reader follows on 2 ranks: calls of the package's functions in a step, and until the first sample; and in how many modules"
     (step,_,files,_),(index,_,more,_) = run_ranks(rank_walks, 2, str(Path(__file__).parent.parent/'tools'))[0]
     # a data set's own random generators are looked for at an epoch's first sample; what ranks compare at the beginning takes the links of
-    # votes, whose rows Python sends: 46 calls in place of 8 collectives
-    assert step<=121 and files<=13 and index<=485 and more<=25
+    # votes, whose rows Python sends: 46 calls in place of 8 collectives. Those of the model, the loss and callbacks: 96 calls
+    assert step<=121 and files<=13 and index<=550 and more<=25
