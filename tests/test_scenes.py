@@ -12,7 +12,7 @@ alone = functools.cache(scenes_module.alone)
 few = ('lstm','bn_frozen','stream','unfreeze in before_batch','freeze in a group','47, drop_last','ignore','weights, accumulated',
        'all cancel in before_step, CancelStepException','Train in after_backward, one rank','Step, one rank, 0','Backward, one rank, 1',
        'amp clip','lookahead_everything') # sharded, too
-# By number of ranks: some scenes on 3, the others on 2; before a release all on 4
+# By number of ranks: some scenes on 3 (slow), the others on 2; before a release all on 4
 often = [k for k in scenes if k not in rare]
 on_3 = [k for k in often if 'float' not in k and k not in few][::4]
 names = {2: [k for k in often if k not in on_3], 3: on_3, 4: [*scenes]}
@@ -26,7 +26,8 @@ def ranks(request): return on_ranks(request.param)
 def cases(only=lambda c: True):
     "Of the names, those of scenes for which `only` holds"
     found = [(W, k) for W,ks in names.items() for k in ks if only(scenes[k])]
-    marked = [pytest.param(W, k, marks=[pytest.mark.long]*(W==4)) for W,k in found]
+    kinds = {3: [pytest.mark.slow], 4: [pytest.mark.long]}
+    marked = [pytest.param(W, k, marks=kinds.get(W, ())) for W,k in found]
     return pytest.mark.parametrize('ranks,name', marked, indirect=['ranks'])
 
 @cases()
@@ -52,6 +53,7 @@ def can_shard(name): return name not in not_sharded and scenes[name]['ctx'].keys
 def sharded(name): return dict(scenes[name], ctx=dict(scenes[name]['ctx'], shard=True), warns=('loss-unknown',))
 
 @needs_fsdp2
+@pytest.mark.slow
 @pytest.mark.parametrize('W,ks', [(2, few), *(pytest.param(W, [*filter(can_shard, names[W])], marks=pytest.mark.long) for W in (2, 3))],
                          ids=['few','2','3'])
 def test_sharded(W, ks):
