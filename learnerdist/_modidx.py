@@ -1007,6 +1007,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'learnerdist.data.loaders.find_bs': ('data/loaders.html#find_bs', 'learnerdist/data/loaders.py'),
                                           'learnerdist.data.loaders.is_shuffled': ( 'data/loaders.html#is_shuffled',
                                                                                     'learnerdist/data/loaders.py'),
+                                          'learnerdist.data.loaders.kept': ('data/loaders.html#kept', 'learnerdist/data/loaders.py'),
                                           'learnerdist.data.loaders.loader_settings': ( 'data/loaders.html#loader_settings',
                                                                                         'learnerdist/data/loaders.py'),
                                           'learnerdist.data.loaders.loaders_of': ( 'data/loaders.html#loaders_of',
