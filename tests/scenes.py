@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset, default_collate
 from harness import caught
 from helpers import Of, Stream
 from learnerdist.all import *
@@ -44,6 +44,13 @@ def boxes(n): return [(o[:12].view(3, 4), dict(boxes=o[12:].view(2, 2))) for o i
 def graphs(n): return [(draws(k, 4, seed=i), draws(k, 2, seed=i)) for i,k in enumerate((1+ints(5, n)).tolist())]
 
 def streamed(ds): return lambda n: Stream(list(ds(n)))
+
+_filled = []
+def fills(b):
+    "A collate function that fills the same tensors for each batch"
+    new = default_collate(b)
+    _filled[:] = _filled or [o.new_zeros(12, *o.shape[1:]) for o in new]
+    return [kept[:len(o)].copy_(o) for kept,o in zip(_filled, new)]
 
 def as_lists(b): return tuple(map(list, zip(*b)))
 def as_graph(b): return torch.cat([o for o,_ in b]),torch.cat([o for _,o in b])
@@ -538,7 +545,7 @@ scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
            'graph': scene(ds=graphs, dl=dict(collate_fn=as_graph), preds=False),
            'a loss of nodes': scene(ds=graphs, dl=dict(collate_fn=as_graph_with_ids), model=of_nodes, loss=huber, n_inp=2,
                                     metrics=[distance], preds=False),
-           'inputs changed in place': scene(model=writes)}
+           'inputs changed in place': scene(model=writes), 'filled again': scene(n=45, dl=dict(collate_fn=fills), preds=False)}
 # Cancelled
 in_batch = 'before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_batch'
 by_all = [(o, CancelBatchException) for o in in_batch[:-1]]+[(o, CancelFitException) for o in in_batch]
@@ -628,6 +635,7 @@ scenes |= {f'clip {k}': scene(cbs=partial(clips, **kw)) for k,kw in dict(
 in_groups = partial(micro, 96, 24, 2, 24, whole=False) # micro-batches of 12, which 2, 3 and 4 ranks can share
 in_parts = dict(seed=3, global_bs=12, max_bs=1, find_unused_parameters=True)
 scenes |= {'weighed twice, groups': in_groups(cbs=lambda: [Twice()]), 'heads of parts': scene(n=29, model=two_heads, ctx=in_parts),
+           'filled again, in parts': {**scenes['filled again'], 'ctx': in_parts},
            'no validation data': scene(n=24, n_valid=0, preds=False)}
 events = 'before_batch','after_pred','after_backward'
 scenes |= {f'the first of a group cancelled, {f.__name__}': in_groups(loss=f, cbs=lambda: [SkipsFirst()]) for f in (nn.MSELoss, huber)}

@@ -145,6 +145,12 @@ def of_fastai_noise(bs):
             res[k] = {k: v for o in gather_objects(targets.noise) for k,v in o.items()}
     return res
 
+class Iterators:
+    "A batch sampler whose batches may be read once"
+    def __init__(self, bs): self.bs = bs
+    def __len__(self): return N//self.bs
+    def __iter__(self): return (iter(range(i, i+self.bs)) for i in range(0, N, self.bs))
+
 kinds = 'own','torch','shared','module','around','tfm','streams'
 def noises(W, rank, path):
     bs = 8//size()
@@ -156,7 +162,7 @@ def noises(W, rank, path):
         at_once=lambda: DataLoader(AtOnce('streams'), bs),
         subset=lambda: DataLoader(Subset(Noisy('streams'), range(N)[::-1]), bs, shuffle=True),
         tensors=lambda: TfmdDL(data(), bs, shuffle=True, after_item=jitter),
-        batches=lambda: TfmdDL(data(), batch_sampler=[[*range(i, i+bs)] for i in range(0, N, bs)], after_item=jitter))
+        batches=lambda: TfmdDL(data(), batch_sampler=Iterators(bs), after_item=jitter))
     return {k: noise_of(f()) for k,f in makes.items()} | of_fastai_noise(bs)
 
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])

@@ -162,11 +162,30 @@ class PerSample(torchmetrics.Metric):
         rows = torch.stack([o.reshape(()) for o in self.rows])
         return (rows*torch.arange(1, len(rows)+1)).sum()
 
+class CountsItself(torchmetrics.Metric):
+    "Its number of samples is no state of torchmetrics"
+    def __init__(self):
+        super().__init__()
+        self.add_state('right', torch.tensor(0.), dist_reduce_fx='sum')
+        self.n = 0
+    def reset(self):
+        super().reset()
+        self.n = 0
+    def update(self, pred, targ):
+        self.right += (pred.argmax(1)==targ).sum()
+        self.n += len(targ)
+    def compute(self): return self.right/self.n
+
+class Spread(torchmetrics.ClasswiseWrapper):
+    "A wrapper, which shows the state of the metric inside as its own"
+    def compute(self): return max(super().compute().values())
+
 # --- kinds of loaders, losses and metrics ---
 
 cases = dict(
     kinds=lambda ctx: validated(ctx, TfmdDL(KeyedXY(23), 4), metrics=all_metrics()),
     several_entries=lambda ctx: validated(ctx, TfmdDL(KeyedXY(23), 4), metrics=[PerSample(False), PerSample(True)]),
+    own_reset=lambda ctx: validated(ctx, TfmdDL(KeyedXY(23), 4), metrics=[CountsItself(), Spread(tm.MulticlassRecall(4, average=None))]),
     loss_of_pairs=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4), loss=of_pairs, metrics=[root]),
     collectives=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 5), loss=of_all_items, metrics=[root]),
     padded_texts=padded_texts, one_graph=one_graph,

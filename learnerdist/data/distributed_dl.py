@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data import Subset, SubsetRandomSampler, default_collate, get_worker_info
 from ..core.compat import no_iterator,tree_leaves
 from .loaders import Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len
-from .loaders import is_shuffled, one_batch, pipe, read_loader
+from .loaders import is_shuffled, kept, one_batch, pipe, read_loader
 from ..core.random import Generators,draw,map_seeded,mix_seed,no_generators,rng_state
 from ..core.random import Moment,same_streams,seed_streams,set_rng_state,shared_rng
 from ..core.stacks import need,warn
@@ -324,6 +324,7 @@ class Seeded(LoaderWrapper, Dataset):
     def __getitems__(self, idxs):
         own = self.dealer.generators(self.source, self.after)
         after = self.after
+        if not hasattr(idxs, '__len__'): idxs = [*idxs] # a generator
         items = self.quiet_batch(idxs) if self.reads_batches and not own else None
         if items is not None and not after: return items
         f = self.source.__getitem__
@@ -470,9 +471,10 @@ def collate_parts(func, dealer, step)->list:
     k,n,parts = step
     res = [n]
     for v,items in zip(dealer.own_parts, parts):
-        draws = dealer.sample_seeds and func not in (default_collate,as_it_is)
-        if draws: seed_streams(dealer.seed, dealer.epoch, k, v, Moment.collated)
-        res.append(func(items))
+        own = func not in (default_collate,as_it_is)
+        if own and dealer.sample_seeds: seed_streams(dealer.seed, dealer.epoch, k, v, Moment.collated)
+        b = func(items)
+        res.append(kept(b) if own and len(parts)>1 else b)
     return res
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #prt012

@@ -57,6 +57,10 @@ def to_cpu(b):
     # else the CPU would read garbage before the copy has arrived
     return to_device(b, 'cpu', non_blocking=False)
 
+def kept(b):
+    "The batch with memory of its own: a collate function may fill the same tensors again for the next one"
+    return apply(lambda o: o.clone() if isinstance(o, Tensor) and not o.requires_grad else o, b)
+
 def to_detach(b):
     "The batch with its tensors detached from the autograd graph"
     return apply(lambda o: o.detach() if hasattr(o, 'detach') else o, b, method='detach')

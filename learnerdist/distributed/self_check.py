@@ -22,7 +22,7 @@ from ..core.env import group_rank,group_size,waits
 from ..core.random import rng_state,same_streams,shared_rng,untouched
 from ..core.stacks import need
 from .comparison import reader
-from ..data.loaders import as_list,call_model,pipe,split_batch,to_device
+from ..data.loaders import as_list,call_model,kept,pipe,split_batch,to_device
 from ..learner.learner import Learner,get_model
 from ..learner import losses
 from ..learner.losses import MeanOver,copied,cut,loss_over
@@ -67,7 +67,7 @@ def collated(learn, items:list):
         before = rng_state()
         b = pipe(after, to_device(collate(items), learn.device))
         need(not drawn_since(before), 'the loader draws random numbers for a batch')
-    return split_batch(b, getattr(learn.dl, 'n_inp', getattr(learn.dls, 'n_inp', None)))
+    return split_batch(kept(b), getattr(learn.dl, 'n_inp', getattr(learn.dls, 'n_inp', None)))
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc09b
 def _quiet(model, training):
@@ -195,9 +195,11 @@ class SelfCheck:
         "None if it cannot be computed: neither in evaluation nor in training"
         W = group_size()
         n = next((k for k in range(2, W+1) if W%k==0), 2) # ranks compute each part equally often
+        learn = self.engine.learn
+        learn.xb,learn.yb = kept((learn.xb,learn.yb)) # the check collates others
         for training,make in product((False,True), (read_parts,cut_parts)):
             try:
-                parts = make(self.engine.learn, n)
+                parts = make(learn, n)
                 return self._compare(*parts, training=training, alike=make is read_parts)
             except Exception as e: log.debug('the self-check could not be computed: %r', e)
 

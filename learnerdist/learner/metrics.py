@@ -254,7 +254,10 @@ def _(m:Metric):
 @reduction.register
 def _(m:TorchMetric):
     of_torch = m.metric
-    state = metric_state(m.metric)
+    state = metric_state(of_torch)
+    classes = [vars(o) for o in type(of_torch).__mro__ if hasattr(o, 'add_state')]
+    # a reset of its own: it has more than its states, or wraps another metric
+    if any('reset' in o and 'add_state' not in o for o in classes): return Batches()
     sums,rows = [],[]
     for k,how in state.items():
         name = getattr(how, '__name__', '')
