@@ -2750,6 +2750,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'learnerdist/launch/watch.py'),
                                           'learnerdist.launch.watch.Rank.failure': ( 'launch/watch.html#rank.failure',
                                                                                      'learnerdist/launch/watch.py'),
+                                          'learnerdist.launch.watch.Rank.has_failed': ( 'launch/watch.html#rank.has_failed',
+                                                                                        'learnerdist/launch/watch.py'),
                                           'learnerdist.launch.watch.Rank.report': ( 'launch/watch.html#rank.report',
                                                                                     'learnerdist/launch/watch.py'),
                                           'learnerdist.launch.watch.Rank.was_ended': ( 'launch/watch.html#rank.was_ended',

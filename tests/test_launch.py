@@ -231,6 +231,7 @@ if os.environ['RANK'] == '2':
     if sys.argv[1] == 'SIGTERM': os.kill(os.getpid(), signal.SIGTERM)
     if sys.argv[1] == 'interrupt': os.kill(os.getpid(), signal.SIGINT)
     sys.excepthook = lambda *a: print('my hook', a[1])
+    threading.Thread(target=threading.Event().wait).start() # Python's end waits for it
     raise asyncio.CancelledError('no')
 if sys.argv[1] == 'in C' and os.environ['RANK'] == '0': signal.signal(signal.SIGTERM, signal.SIG_IGN)
 threading.Event().wait()

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/01_watch.ipynb #wa02
-import json,os,signal,socket,sys,tempfile,time,traceback
+import json,math,os,signal,socket,sys,tempfile,time,traceback
 from contextlib import ExitStack,suppress
 from enum import IntEnum
 from itertools import starmap,takewhile
@@ -150,15 +150,20 @@ class Rank:
         o = json.loads(file.read_text()) if file.exists() else {}
         return o if 'trace' in o else {}
 
-    def failure(self)->RankFailure:
-        "None if it runs, or has ended well"
+    def has_failed(self)->bool:
+        "Whether it has ended so; or its script has, 5 s ago, and a thread of the script still runs"
         code = self.proc.poll()
-        if code is None: return None
+        if code is not None: return not ended_well(code)
+        return time.time() > self.report().get('time', math.inf)+5
+
+    def failure(self)->RankFailure:
+        "None if its script runs, or has ended well"
+        code = self.proc.poll()
         if o := self.report():
             o['cause'] = Cause(o['cause'])
             o['frames'] = [*starmap(Frame, o['frames'])]
             return RankFailure(rank=self.rank, **o)
-        if ended_well(code): return None
+        if code is None or ended_well(code): return None
         where,frames = self.where()
         how = dict(rank=self.rank, code=code, time=self.seen or time.time(), where=where)
         if self.was_ended():
@@ -252,7 +257,7 @@ class Watch:
         for o in done:
             o.seen = o.seen or time.time()
             o.is_notified = o.is_notified or self._notify_others(o, len(running))
-        failed = [o for o in done if not ended_well(o.proc.poll())]
+        failed = [o for o in self.ranks if o.has_failed()]
         if failed and not self.failed: self._after_failure(failed[0], running)
         if done and running and not failed and not self.signal: self._after_end(done[0], running)
         return running
@@ -293,7 +298,7 @@ class Watch:
         if failed.failure().is_absence(): self._ask(running)
         why = f'ended, because it still ran {self.grace_s} s after rank {failed.rank} failed'
         if self.grace_s: self.end_within(self.grace_s, why)
-        else: self.stop(running, signal.SIGTERM)
+        else: self.stop([o for o in running if o is not failed], signal.SIGTERM)
 
     def _ask(self, running):
         "Let these ranks write where they are"
