@@ -108,6 +108,7 @@ class Recording:
         self.dtype = dict(float64=torch.float64, float32=torch.float32).get(dtype)
         self.by_parts,self.n_alone = by_parts,n_alone
         self.learn = None # Whose fit is recorded
+        self.streams = None # Before a part; None after its backward pass
         # sketches by (step, kind, name); samples, and shapes of batches, of each step
         self.rec = dict(values={}, rows=[], shapes=[], draws=False, edits=False, n_batches=0)
         # sizes: samples of a step and of a part; None: as the script has them
@@ -156,6 +157,14 @@ class Recording:
         dtypes = [str(p.dtype)[6:] for p in model.parameters() if p.is_floating_point()]
         steady = is_steady(learn.dls.train)
         self.rec |= dict(dtype=[*dtypes,'float32'][0], steady=steady, draws=not steady)
+
+    def note_draws(self):
+        "Note whether a part has drawn, up to the end of its backward pass: later draws are the same on all ranks"
+        before,self.streams = self.streams,None
+        if before is None: return
+        now = rng_state()
+        same_device = now[3] is None or torch.equal(now[3], before[3])
+        self.rec['draws'] |= not same_device or not same_streams(before, now)
 
     def print_progress(self):
         "Write over the line of the step before, on a terminal alone"
@@ -209,6 +218,8 @@ class First(Callback):
         leaves = [getattr(o, 'shape', ()) for o in tree_leaves((*learn.xb,*learn.yb))]
         record.shapes.append([list(o[1:]) for o in leaves if o[:1]==(batch_rows(learn),)])
 
+    def after_backward(self): self.record.note_draws()
+
 # %% ../nbs/02_verify.ipynb #149a37cfb
 class Last(Callback):
     "Hears each event last: records what comes of a batch, a step and the fit, and ends it"
@@ -250,10 +261,7 @@ class Last(Callback):
     def after_batch(self):
         if not self.training: return
         rec,runner = self.rec,self.learn.runner
-        before = self.record.streams
-        now = rng_state()
-        same_device = now[3] is None or torch.equal(now[3], before[3])
-        rec['draws'] |= not same_device or not same_streams(before, now)
+        self.record.note_draws()
         # which is run again, in parts
         if not self.record.start['sizes'] and runner.anyone(rec['draws']): raise Recorded
         if runner.loop.more_parts: return
