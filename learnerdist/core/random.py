@@ -128,7 +128,7 @@ class Generators(list):
         kinds = torch.Generator,random.Random
         if np: kinds += np.random.Generator,np.random.RandomState
         for o in todo: # it grows
-            if id(o) in seen or len(seen)>20_000: continue
+            if id(o) in seen or isinstance(o, torch.Tensor) or len(seen)>20_000: continue
             seen[id(o)] = o
             if not isinstance(o, type): todo += [*held(o, kinds).values(),type(o)]
             elif _is_users(o): todo += [*o.__mro__,*vars(o).values()]
