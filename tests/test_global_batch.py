@@ -17,7 +17,7 @@ from scenes import OnOneRank, adversarial, contrast, losses, make, net, normed, 
 
 # What a part cannot have: rows of its own, a loss or statistics of the whole batch; or what a callback does in it once
 by_nature = ('static','weighed twice','unfreeze in after_pred','freeze in after_backward','another model in an epoch','InstanceNorm',
-             'a loss of nodes','heads of parts',*adversarial)
+             'a loss of nodes','heads of parts','own backward pass',*adversarial)
 def can_be_cut(k, c):
     if k.startswith('all cancel') and k not in recorded: return False
     if k in by_nature or 'float32' in k or 'split_batches' in c['ctx'] or c['accumulate'] is not None: return False

@@ -81,7 +81,7 @@ def fit(path, kind, every=1000, stop=None, ctx=False, n_epoch=2):
     np.random.seed(1)
     dl = loader(kind)
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(.2), nn.Linear(8, 1)).double()
-    learn = Learner(DataLoaders(dl), model, lambda p,y: (p-y).square().mean(), torch.optim.SGD, lr=.01, path=path)
+    learn = Learner(DataLoaders(dl), model, nn.functional.mse_loss, torch.optim.SGD, lr=.01, path=path)
     learn.logger,cbs = lambda line: None,[*([Checkpoint('ckpt', every)] if every else []), *([At(stop)] if stop else [])]
     learn.add_cb(ToDouble)
     if ctx:

@@ -410,7 +410,11 @@ class Engine(Runner):
         "Of the model, the loss and callbacks, and not of the loaders"
         learn = self.learn
         users = [get_model(learn.model),learn.loss_func,*[o for o in learn.cbs if o is not self.adapter]]
-        self.generators = Generators.of(*users, but=[learn,learn.dls,self])
+        others = [learn,learn.dls,self]
+        self.generators = Generators.of(*users, but=others)
+        if not self.generators: return
+        others += Generators.of(*self.loaders.sources) # a callback may hold a sampler
+        self.generators = Generators.of(*users, but=others)
 
     def begin_training(self):
         "Before a training loop, before other callbacks: what runs in place of the model"

@@ -176,10 +176,11 @@ class SelfCheck:
         self.engine = engine
         self.due = False # Whether the next batch is checked
     def begin_fit(self):
-        "The first batch of this fit is checked, if there are several ranks or nothing is known of the loss"
+        "The first batch of this fit is checked on several ranks, and where parts are weighed by an unknown loss"
         e = self.engine
         is_checked = bool(e.findings.mode) and e.links is not None
-        self.due = is_checked or loss_over(e.learn).kind=='unknown'
+        weighs = e.by_parts or e.links is not None
+        self.due = is_checked or weighs and loss_over(e.learn).kind=='unknown'
 
     def __call__(self, cancelled=False):
         "Check a batch that is `due`, before its forward pass; `cancelled`: this rank has cancelled it. Sync point"
