@@ -44,10 +44,11 @@ def same(ranks, want, name, tol):
 
 # --- sharded: as with DDP on as many ranks, also where one of them cancels ----------------------------------------------
 
-# What the self-check would have to see, what would train another model, a loss of whole weights, a step that one rank alone scales;
+# What the self-check would have to see, what would train another model, a loss or draws of whole weights, a step that one rank alone scales;
 # FSDP2 has no sparse gradients
 not_sharded = {'squares','squares, accumulated','a batch without items','sparse gradients','another model',
-               'another model in an epoch','sum and penalty','sum and penalty in place','sum and late penalty',
+               'another model in an epoch','sum and penalty','sum and penalty in place','sum and late penalty','late penalty',
+               'tokens and late penalty','draws of a step',
                *(f'Step, scaled, clipped, one rank, {i}' for i in (0,1))}
 def can_shard(name): return name not in not_sharded and scenes[name]['ctx'].keys()<={'seed','sync_bn','split_batches'}
 def sharded(name): return dict(scenes[name], ctx=dict(scenes[name]['ctx'], shard=True), warns=('loss-unknown',))
