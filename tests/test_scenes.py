@@ -44,7 +44,7 @@ def same(ranks, want, name, tol):
 
 # --- sharded: as with DDP on as many ranks, also where one of them cancels ----------------------------------------------
 
-# What the self-check would have to see, what would train another model, a loss or draws of whole weights, a step that one rank alone scales;
+# What the self-check would have to see, what would train another model, loss or draws of whole weights, a step that one rank alone scales;
 # FSDP2 has no sparse gradients
 not_sharded = {'squares','squares, accumulated','a batch without items','sparse gradients','another model',
                'another model in an epoch','sum and penalty','sum and penalty in place','sum and late penalty','late penalty',
