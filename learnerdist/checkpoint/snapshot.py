@@ -88,24 +88,24 @@ def _sync(folder):
     finally: os.close(fd)
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c0w1
-class Writers(NamedTuple):
+class Writers:
     """The ranks that write a snapshot: each its file, and the first one the manifest, when all files are on the disk.
     token: the same on all, and another one each time: ranks that failed may have written more snapshots than others"""
-    i:int     # The number of this rank among them
-    n:int     # How many they are
-    token:str
+    def __init__(self, i:int, n:int, token):
+        self.token,self.n = token,n
+        self.first = i==0
+        if n==1: return
+        self.store,self.timeout = shared_store(),group_timeout()
+        self.keys = {r: f'snapshot/{token}/{r}' for r in range(1, n)}
+        self.own = self.keys.get(i)
 
     def meet(self, files:dict)->dict:
         """The sizes and checksums of all files, on the first rank; elsewhere those of this rank. `RankError` if
         another rank has failed"""
-        if self.n==1: return files
-        store,timeout = shared_store(),group_timeout()
-        keys = {r: f'snapshot/{self.token}/{r}' for r in range(1, self.n)}
-        if self.i:
-            store.set(keys[self.i], json.dumps(files))
-            return files
-        found = wait_keys(store, keys, timeout)
-        late = f'not all ranks have written their files of a checkpoint in {timeout:g} s'
+        if not self.first: self.store.set(self.own, json.dumps(files))
+        if not self.first or self.n==1: return files
+        found = wait_keys(self.store, self.keys, self.timeout)
+        late = f'not all ranks have written their files of a checkpoint in {self.timeout:g} s'
         if found is None: raise RuntimeError(late)
         for o in found: files = files | json.loads(o)
         return files
@@ -126,9 +126,9 @@ def write_snapshot(folder, parts:dict, info:dict, writers=None, keep=None):
                 for o in files: (folder/writers.token/o).put(tmp/o)
                 info = dict(info, parts=writers.token)
             files = writers.meet(files)
-            if not writers.i: _publish(tmp, folder, dict(info, files=files))
+            if writers.first: _publish(tmp, folder, dict(info, files=files))
         with suppress(RemoteError):
-            if keep and not writers.i: prune(folder.parent, keep)
+            if writers.first and keep: prune(folder.parent, keep)
     except BaseException as e:
         # others may write in it: then the next run removes it
         if writers.n==1 and not remote: shutil.rmtree(tmp, ignore_errors=True)

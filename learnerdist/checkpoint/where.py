@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/checkpoint/03_where.ipynb #whr03
 import hashlib,os,shutil
+from abc import ABC,abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -19,8 +20,8 @@ from .snapshot import Found,Writers,newest_good,on_cpu,open_folder,read_manifest
 from .snapshot import snapshot_name,snapshots,write_snapshot
 
 # %% ../../nbs/checkpoint/03_where.ipynb #whr06
-class Where:
-    "A folder in which states of a fit are written; its `newest` finds the newest good one, None without any"
+class Where(ABC):
+    "A folder in which states of a fit are written, and read"
     leads:bool # Whether this rank writes what all ranks have
     is_alone = True # Whether rank 0 is the only one
     n_on_the_way = 0 # How many states may still be written when the next one is captured
@@ -65,11 +66,15 @@ class Where:
         try: self.wait()
         finally: self.thread.shutdown()
 
+    @abstractmethod
+    def newest(self, like=None, after=None)->Found:
+        """The newest good state; None without one. like: any part of a sharded model, see `read_snapshot`; after: an
+        older one than this (epoch, step) is none. Sync point"""
+
 # %% ../../nbs/checkpoint/03_where.ipynb #whr08
 class Files(Where):
     "A folder on a disk, or at an address of another file system: there states are always written in the background"
-    def __init__(self, folder, keep:int, background:bool, together:bool):
-        "together: all ranks read"
+    def __init__(self, folder, keep:int, background:bool, together:bool): # together: all ranks read
         is_remote = isinstance(folder, Remote)
         super().__init__(folder, keep, background or is_remote)
         self.together = together
@@ -82,7 +87,6 @@ class Files(Where):
         if is_rank0(): self.lock = open_folder(self.folder, resume, make)
 
     def newest(self, like=None, after=None)->Found:
-        "like: any part of a sharded model; after: an older one than this (epoch, step) is none. Sync point"
         found = newest_good(self.folder, like, after, self.together)
         if found: self.note(found.folder.name)
         return found
@@ -103,7 +107,7 @@ class Memory(Where):
         self.leads = group_size()==1 or is_rank0() or local_rank()==0
         self.is_lost = False # Whether states were found, and none that is complete
 
-    def newest(self, like=None)->Found: # its `folder` is a text
+    def newest(self, like=None, after=None)->Found: # its `folder` is a text
         here = [o.name for o in snapshots(self.folder)]
         of_ranks = gather_objects(here if self.leads else None)
         known = [o for o in of_ranks if o is not None] # of each machine
