@@ -121,7 +121,7 @@ class Generators(list):
     rest = 0 # The seed that they get after samples have been read
     @classmethod
     def of(cls, *users, but=()):
-        "Those that these objects, and the methods of their classes, refer to; not `but`, nor what only these refer to"
+        "Those that these objects, and the methods of their classes, refer to; what only `but` refer to is left out"
         np = sys.modules.get('numpy')
         todo = [*users]
         seen = {id(o): o for o in but}
@@ -132,7 +132,6 @@ class Generators(list):
             seen[id(o)] = o
             if not isinstance(o, type): todo += [*held(o, kinds).values(),type(o)]
             elif _is_users(o): todo += [*o.__mro__,*vars(o).values()]
-        for o in but: seen.pop(id(o), None)
         return cls([o for o in seen.values() if isinstance(o, kinds)])
     def __reduce__(self): return Generators,() # those of another process are others
     def seed(self, s:int):

@@ -410,11 +410,9 @@ class Engine(Runner):
         "Of the model, the loss and callbacks, and not of the loaders"
         learn = self.learn
         users = [get_model(learn.model),learn.loss_func,*[o for o in learn.cbs if o is not self.adapter]]
-        others = [learn,learn.dls,self]
-        self.generators = Generators.of(*users, but=others)
-        if not self.generators: return
-        others += Generators.of(*self.loaders.sources) # a callback may hold a sampler
-        self.generators = Generators.of(*users, but=others)
+        found = Generators.of(*users, but=[learn,learn.dls,self])
+        of_loaders = {*map(id, Generators.of(*self.loaders.sources))} if found else () # a callback may hold a sampler
+        self.generators = Generators(o for o in found if id(o) not in of_loaders)
 
     def begin_training(self):
         "Before a training loop, before other callbacks: what runs in place of the model"

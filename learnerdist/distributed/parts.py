@@ -185,8 +185,8 @@ class PartStatistics:
     def __init__(self, model, n:int, loss=None): # n: parts of this rank
         self.running = [] # Statistics of normalisation layers: each one's mean, then its variance
         self.counters = [] # How many batches they have seen
-        modules = [*model.modules()]
-        if isinstance(loss, nn.Module): modules += [m for m in loss.modules() if m not in modules]
+        modules = dict.fromkeys(model.modules()) # each once: a loss may have some of the model
+        if isinstance(loss, nn.Module): modules |= dict.fromkeys(loss.modules())
         for m in modules:
             if not isinstance(m, TrackingNorm) or not m.training or m.running_mean is None: continue
             self.running += [m.running_mean,m.running_var]
@@ -213,7 +213,7 @@ class PartStatistics:
         self.begun = True
 
     def _now(self): return [getattr(*o) for o in self.others]
-    def _versions(self): return [(id(o),None if o is None else version(o)) for o in self._now()]
+    def _versions(self): return [(id(o),version(o)) for o in self._now()]
     def _set_others(self, values):
         for (m,k),(o,_),value in zip(self.others, self.start_of_others, values):
             # a forward pass may have put another tensor there, also the first one, or one of another shape
