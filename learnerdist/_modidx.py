@@ -99,6 +99,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'learnerdist/checkpoint/checkpoint.py'),
                                                    'learnerdist.checkpoint.checkpoint.FitState.load_callbacks': ( 'checkpoint/checkpoint.html#fitstate.load_callbacks',
                                                                                                                   'learnerdist/checkpoint/checkpoint.py'),
+                                                   'learnerdist.checkpoint.checkpoint.FitState.of_loss': ( 'checkpoint/checkpoint.html#fitstate.of_loss',
+                                                                                                           'learnerdist/checkpoint/checkpoint.py'),
                                                    'learnerdist.checkpoint.checkpoint.FitState.open_loader': ( 'checkpoint/checkpoint.html#fitstate.open_loader',
                                                                                                                'learnerdist/checkpoint/checkpoint.py'),
                                                    'learnerdist.checkpoint.checkpoint.FitState.seed_moment': ( 'checkpoint/checkpoint.html#fitstate.seed_moment',

@@ -81,6 +81,31 @@ def test_every_place_alone(kind, n, tmp_path):
     found = resumed_everywhere(tmp_path, kind, ctx=False)
     assert len(found)==n and not any(found.values()), found
 
+class Tempered(nn.Module):
+    "A loss that learns, and counts, beside what is frozen"
+    def __init__(self):
+        super().__init__()
+        self.scale,self.frozen = nn.Parameter(torch.ones(())),nn.Parameter(torch.ones(5), requires_grad=False)
+        self.register_buffer('n', torch.zeros(()))
+    def forward(self, pred, y):
+        self.n += pred.requires_grad
+        return nn.functional.cross_entropy(self.scale*pred, y)
+
+def test_a_loss_that_learns_and_lazy_layers_go_on(tmp_path):
+    def train(path, cbs=()):
+        learn = learner(path, model=nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(3)))
+        learn.loss_func = loss = Tempered()
+        learn.splitter = lambda m: [*m.parameters(), loss.scale]
+        learn.fit(2, cbs=[Checkpoint('ckpt', every=4), *cbs], resume=True)
+        return learn
+    whole = train(tmp_path/'whole')
+    with pytest.raises(ZeroDivisionError): train(tmp_path/'cut', [At(14, fail)])
+    again = train(tmp_path/'cut')
+    for a,b in ((whole.model,again.model), (whole.loss_func,again.loss_func)): assert digest(a.state_dict())==digest(b.state_dict())
+    assert whole.recorder.losses==again.recorder.losses and whole.loss_func.scale!=1 and whole.loss_func.n==18
+    state = torch.load(sorted((tmp_path/'cut/ckpt').iterdir())[-1]/'state.pt')
+    assert [*state['loss']]==['loss_func.scale','loss_func.n']
+
 def test_a_sum_is_validated_at_the_same_scale_after_a_resume(tmp_path):
     "That of a full step, also if a short one is all that is left of the epoch"
     def values(path, cbs=()):

@@ -24,6 +24,7 @@ from ..core.remote import Remote,as_path
 from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_position,split_rows
 from ..core.stacks import need,preempted_status,warn
 from ..data.loaders import to_device
+from ..distributed.comparison import tensors_beside
 from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.losses import loss_over
@@ -203,7 +204,13 @@ class FitState:
         res = {f'rows_{i}': dict(rows=rows)} if rows else {}
         if i: return res
         state = dict(opt=to_plain(opt, 'optimizer'), cbs=cbs, ranks=to_plain(ranks, 'ranks'))
+        state['loss'] = to_plain(self.of_loss(), 'loss_func')
         return res | dict(model=to_plain(model, 'model'), state=state)
+
+    def of_loss(self)->dict:
+        "By name: what the fit may change in a loss that is a module: all but what is frozen, as in a perceptual loss"
+        found = {k: t for k,t in tensors_beside(self.learn).items() if k.startswith('loss_func.')}
+        return {k: t for k,t in found.items() if t.requires_grad or not isinstance(t, torch.nn.Parameter)}
 
     def load(self, found:Found):
         "Restore a state that was found, but for the position. ValueError if it is of another fit"
@@ -220,6 +227,8 @@ class FitState:
         # torch's do it themselves
         if not isinstance(learn.opt, torch.optim.Optimizer): opt = to_device(opt, next(self.model.parameters()).device)
         load_opt(learn.opt, opt)
+        loss = self.loaded.get('loss', {})
+        for k,t in self.of_loss().items(): t.data.copy_(loss.get(k, t))
         self.alike = at['world']==self.world
         self.adds_up = at['loss_adds_up']
         self.initial_buckets = at['step']>0 and self.world>2
