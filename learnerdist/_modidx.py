@@ -2592,6 +2592,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'learnerdist.launch.cli._choose_nproc': ( 'launch/cli.html#_choose_nproc',
                                                                                   'learnerdist/launch/cli.py'),
                                         'learnerdist.launch.cli._complete': ('launch/cli.html#_complete', 'learnerdist/launch/cli.py'),
+                                        'learnerdist.launch.cli._in_script': ('launch/cli.html#_in_script', 'learnerdist/launch/cli.py'),
+                                        'learnerdist.launch.cli._keep': ('launch/cli.html#_keep', 'learnerdist/launch/cli.py'),
                                         'learnerdist.launch.cli._launch': ('launch/cli.html#_launch', 'learnerdist/launch/cli.py'),
                                         'learnerdist.launch.cli._report': ('launch/cli.html#_report', 'learnerdist/launch/cli.py'),
                                         'learnerdist.launch.cli._run': ('launch/cli.html#_run', 'learnerdist/launch/cli.py'),

@@ -40,7 +40,7 @@ def test_imports_of_a_module(first):
     assert first({'csv.py': '', 'a.py': 'import csv'}, 'no_such.py')==first({}, '-m', 'no_such')==[]
 
 about = '''import torch
-import atexit,gc,json,logging,multiprocessing,os,pathlib,random,re,signal,sys,threading
+import atexit,gc,json,logging,multiprocessing,os,pathlib,pickle,random,re,signal,sys,threading
 import numpy
 import reads
 class Data(torch.utils.data.Dataset):
@@ -49,6 +49,9 @@ class Data(torch.utils.data.Dataset):
 def fds():
     links = [f'/proc/self/fd/{o}' for o in os.listdir('/proc/self/fd')]
     return sorted(re.sub('[0-9]+|/[^ ]*/', '', os.readlink(o)) for o in links if os.path.exists(o))
+def late():
+    main_thread.join()
+    print('late', type(pickle.loads(pickle.dumps(Data()))) is Data, flush=True)
 def status(*keys): return {k: v for k,v in (o.split(':\\t') for o in open('/proc/self/status').read().splitlines()) if k in keys}
 def read(how): return list(torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context=how))[2].item()
 if __name__=='__main__':
@@ -71,6 +74,9 @@ if __name__=='__main__':
         reads=[reads.rank==os.environ['RANK'],reads.pid==os.getpid()])
     key = multiprocessing.current_process().authkey.hex()
     pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(json.dumps([forked,key,res]))
+    main_thread = threading.main_thread()
+    threading.Thread(target=late).start()
+    if os.environ['RANK']=='1': sys.exit()
 '''
 
 def told(folder): return [json.loads((folder/str(r)).read_text()) for r in range(2)]
@@ -89,7 +95,8 @@ def test_a_fork_is_what_python_starts(how, workers, tmp_path):
         (tmp_path/'out').mkdir(exist_ok=True)
         res = launch(*options, *server, *target, 'out', *workers, cwd=tmp_path, env=env)
         assert res.returncode==0, res.stderr
-        if how=='script': assert sorted(res.stdout.splitlines())==['[r1] exit hook of 1','exit hook of 0']
+        said = ['[r1] exit hook of 1','[r1] late True','exit hook of 0','late True']
+        if how=='script': assert sorted(res.stdout.splitlines())==said, res.stderr
         seen.append(told(tmp_path/'out'))
     forked,others = seen
     assert [o[0] for o in forked]==[True]*2 and [o[0] for o in others]==[False]*2

@@ -200,10 +200,10 @@ def _complete(args):
 
 # %% ../../nbs/launch/05_cli.ipynb #c025
 def run_target(argv):
-    "Run a script or `-m` a module as `python` would"
+    "Run a script or `-m` a module as `python` would; returns: its global names"
     enter(argv)
     if argv[0] == '-m': return runpy.run_module(argv[1], run_name='__main__', alter_sys=True)
-    runpy.run_path(os.path.abspath(argv[0]), run_name='__main__')
+    return runpy.run_path(os.path.abspath(argv[0]), run_name='__main__')
 
 # %% ../../nbs/launch/05_cli.ipynb #c025b
 def _worker(parent, argv):
@@ -211,12 +211,13 @@ def _worker(parent, argv):
     begin_rank(parent)
     with suppress(Exception): import_first(argv) # the script raises it again. In a fork they are there
     seed_alike()
-    try: run_target(argv)
+    try: _keep(run_target(argv))
     except KeyboardInterrupt as e:
         log(f'rank {os.environ["RANK"]} interrupted at {users_frame(frames_of(e))}')
         _report(e, 130)
         return 130
     except SystemExit as e:
+        _keep(_in_script(e).tb_frame.f_globals)
         status = int(bool(e.code)) # of a text, which Python prints
         if isinstance(e.code, int): e.code = status = e.code & 0xff or status # of 256 the system would make 0
         if not ended_well(status): _report(e, status)
@@ -227,12 +228,20 @@ def _worker(parent, argv):
         return 1
     return 0
 
-def _report(e, status):
-    "Report an exception, whose traceback loses the frames of this command and runpy at its start"
+def _keep(names):
+    "Let the global names of a script stay in `__main__`, where its threads that go on may pickle them"
+    vars(sys.modules['__main__']).update(names)
+
+def _in_script(e):
+    "The traceback of an exception without the frames of this command and runpy at its start"
     ours = __file__,str(Path(__file__).with_name('__main__.py')),runpy.__file__,'<frozen runpy>'
     tb = e.__traceback__
     while tb.tb_next and tb.tb_frame.f_code.co_filename in ours: tb = tb.tb_next
-    with suppress(OSError): leave_report(e.with_traceback(tb), status) # no room for it
+    return tb
+
+def _report(e, status):
+    "Report an exception with its traceback in the script"
+    with suppress(OSError): leave_report(e.with_traceback(_in_script(e)), status) # no room for it
 
 def _call_hook(e):
     "Call the user's own `sys.excepthook`. Python's prints what the launcher reports; torch's prefixes each line"
