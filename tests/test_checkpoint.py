@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import pytest, torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR,ExponentialLR,StepLR
 from torch.utils.data import DataLoader, Dataset
 from helpers import At,Stream,fail,kill
 from learnerdist.checkpoint import checkpoint,snapshot
@@ -226,6 +226,30 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     with pytest.raises(ValueError, match='give the fit a Checkpoint'): learn.fit(1, resume=True)
     for kw in (*(dict(every=o) for o in (0, -1, 2.5, 'step', True, timedelta())), dict(keep=0)):
         with pytest.raises(ValueError, match=f'{[*kw][0]}='): Checkpoint('ckpt', **kw)
+
+def test_what_an_optimizer_and_a_schedule_of_another_kind_would_read(tmp_path):
+    def train(sched): learner(tmp_path).fit(2, cbs=[Checkpoint('ckpt'), Scheduler(sched), At(10, fail)], resume=True)
+    with pytest.raises(ZeroDivisionError): train(lambda o: StepLR(o, 3))
+    message = 'state is that of a StepLR, and this fit uses ExponentialLR'
+    with pytest.raises(ValueError, match=message): train(lambda o: ExponentialLR(o, .9))
+    learn = learner(tmp_path)
+    learn.model[0].requires_grad_(False)
+    before = digest(learn.model.state_dict())
+    with pytest.raises(ValueError, match=r'of \[8\] parameters .in each group., and this fit has \[6\]: freeze and split as then'):
+        learn.fit(2, cbs=Checkpoint('ckpt'), resume=True)
+    assert digest(learn.model.state_dict())==before
+
+def test_one_that_was_passed_over_does_not_crowd_out_the_next(tmp_path):
+    _,second,*others = saved(tmp_path)
+    for o in others: shutil.rmtree(o)
+    damage(second/'model.pt', 'truncated')
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match='going on from'):
+        fit(tmp_path, ctx=False, n_epoch=1, every=4, cbs=[At(5, fail)], keep=1)
+    assert sorted(int(o.name[-8:]) for o in (tmp_path/'ckpt').iterdir() if o.is_dir())==[4,6]
+
+def test_a_folder_that_is_moved_in_a_fit(tmp_path, recwarn):
+    fit(tmp_path, ctx=False, cbs=[At(5, lambda: (tmp_path/'ckpt').rename(tmp_path/'moved'))])
+    assert not [o for o in recwarn if 'not-saved' in str(o.message)]
 
 def full(*args): raise OSError(28, 'No space left on device')
 

@@ -126,6 +126,9 @@ def check_run(old:dict, new:dict, at:dict, fit:int, src):
     check(at['n_epoch']<=new['n_epoch'], f'{epochs}: give as many or more')
     state = f'with the state of {old["optimizer"]}, and this fit uses {new["optimizer"]}'
     check(old['optimizer']==new['optimizer'], state)
+    a,b = old.get('tensors'),new.get('tensors')
+    groups = f'with an optimizer of {a} parameters (in each group), and this fit has {b}'
+    check(a in (b,None), f'{groups}: freeze and split as then')
     data = f'in the midst of an epoch of {old["samples"]} samples, and the data set has {new["samples"]} now'
     remedy = 'give the same data, or a checkpoint between two epochs'
     same_data = old['samples']==new['samples']

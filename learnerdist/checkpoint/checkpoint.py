@@ -21,7 +21,7 @@ from ..core.env import count,group_rank,group_size,is_rank0
 from ..core.files import shrinks
 from ..core.random import Moment,seed_streams
 from ..core.remote import Remote,as_path
-from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_position,split_rows
+from ..core.shards import a_part,groups_of,load_model,load_opt,map_tensors,shard_position,split_rows
 from ..core.stacks import need,preempted_status,warn
 from ..data.loaders import to_device
 from ..distributed.comparison import tensors_beside
@@ -142,6 +142,7 @@ class FitState:
         self.epoch = 0 # The present one. In a loop within a fit fastai's learner counts from 0
         self.n_fit = getattr(learn, 'fits_done', 0) # Its number among the learner's, from 0
         self.config = run_config(learn, self.world)|dict(schedule=horizons(learn.cbs))
+        self.config['tensors'] = [*map(len, groups_of(learn.opt))]
         self.loader = None # The training loader, as a `PlacedLoader`
         self.initial_buckets = False # Whether DDP still has its initial buckets
 
@@ -217,10 +218,10 @@ class FitState:
         at = found.info['place']
         learn = self.learn
         self.source = found.folder
-        check_run(found.info['config'], self.config, at, self.n_fit, self.source)
         model = found.parts['model']
         state = found.parts['state']
         check_model(self.model, model, self.source)
+        check_run(found.info['config'], self.config, at, self.n_fit, self.source)
         self.check_context(at)
         load_model(self.model, model)
         opt,self.loaded = state.pop('opt'),on_cpu(state, True, {}) # not in the memory of a file

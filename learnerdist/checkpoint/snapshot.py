@@ -128,7 +128,7 @@ def write_snapshot(folder, parts:dict, info:dict, writers=None, keep=None):
             files = writers.meet(files)
             if writers.first: _publish(tmp, folder, dict(info, files=files))
         with suppress(RemoteError):
-            if writers.first and keep: prune(folder.parent, keep)
+            if writers.first and keep: prune(folder, keep)
     except BaseException as e:
         # others may write in it: then the next run removes it
         if writers.n==1 and not remote: shutil.rmtree(tmp, ignore_errors=True)
@@ -252,10 +252,11 @@ def drop_snapshot(folder):
     folder.rename(tmp)
     shutil.rmtree(tmp, ignore_errors=True)
 
-def prune(path, keep:int):
-    "Remove all good snapshots except the newest `keep`"
-    good = [name for name,info in _manifests(path).items() if isinstance(info, dict)]
-    for name in good[:-keep]: drop_snapshot(path/name)
+def prune(newest, keep:int):
+    "Remove all good snapshots up to `newest` except the last `keep`. Later ones were found damaged"
+    found = _manifests(newest.parent)
+    good = [name for name in found if name<=newest.name and isinstance(found[name], dict)]
+    for name in good[:-keep]: drop_snapshot(newest.parent/name)
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c026b
 def lock_folder(path:Path):

@@ -6,10 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/checkpoint/03_where.ipynb #whr03
-import hashlib,os,shutil
+import hashlib,shutil
 from abc import ABC,abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 from ..core.collectives import gather_objects
 from ..core.env import group_size,is_rank0,local_rank,local_size
@@ -93,7 +94,7 @@ class Files(Where):
 
     def close(self):
         with ExitStack() as end: # also of a Ctrl-C while it waits
-            if self.lock: end.callback(os.unlink, end.enter_context(self.lock).name)
+            if self.lock: end.callback(Path(end.enter_context(self.lock).name).unlink, missing_ok=True)
             super().close()
 
 # %% ../../nbs/checkpoint/03_where.ipynb #whr12

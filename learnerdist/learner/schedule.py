@@ -69,10 +69,13 @@ class Scheduler(Callback):
         "The state of torch's scheduler, and the batches of an epoch that it was made for; empty before a fit"
         if not self.sched: return {}
         own = dict(n_made_for=self.n_made_for, n_batches=self.n_batches, behind=self.behind)
-        return dict(own, sched=self.sched.state_dict())
+        return dict(own, kind=type(self.sched).__name__, sched=self.sched.state_dict())
 
     def load_state_dict(self, state):
         "Load a result of `state_dict` into this fit, whose epochs may have more or fewer batches"
+        kind = type(self.sched).__name__
+        old = state.get('kind', kind)
+        need(old==kind, f'the state is that of a {old}, and this fit uses {kind}: use the same')
         if self.n_batches and state['n_made_for']: self.n_made_for = state['n_made_for']
         if self.n_batches==state['n_batches']: self.behind = state['behind']
         self.sched.load_state_dict(state['sched'])
