@@ -2,13 +2,14 @@
 import pytest
 from fastai.text.all import *
 from fastai.tabular.all import *
+from fastai.callback.data import PartialDL, WeightedDL
 from torch.utils.data import DataLoader as TorchLoader, IterableDataset
 from helpers import Of
 from test_fastai import CrossEntropy, accuracy, asking, ctx, data, history, items, on_1_and_2, per_rank, plain, same
 from learnerdist.core.collectives import gather_rows
 from learnerdist.fastai import *
 from learnerdist.fastai.loaders import ShareDL
-from learnerdist.data.distributed_dl import DistributedDL as OurDL, reindexed
+from learnerdist.data.distributed_dl import DistributedDL as OurDL, reindexed, widened
 from learnerdist.data.loaders import TfmdDL as OurTfmdDL
 
 warnings.filterwarnings('ignore')
@@ -59,6 +60,34 @@ class Odd(TfmdDL):
 def test_a_users_own_order():
     dl = Odd(list(range(20)), bs=2, num_workers=0)
     assert [rows(dl, r, 2) for r in range(2)]==[[1,5,9,13,17]*2, [3,7,11,15,19]*2]
+
+def test_another_batch_size_keeps_what_a_loader_was_given():
+    "fastai's `new` loses the weights of a `WeightedDL`, and how many samples a `PartialDL` reads"
+    dl,read = WeightedDL(list(range(6)), bs=4, wgts=[0,0,1,0,0,0], shuffle=True, num_workers=0),[]
+    for W in (1,2): read += [rows(dl, r, W, global_bs=6) for r in range(W)]
+    assert read==[[2]*6, [2]*3, [2]*3] and rows(widened(dl, 2), 0, 1)==[2]*6
+    dl = PartialDL(list(range(40)), bs=4, partial_n=12, num_workers=0)
+    assert [len(rows(dl, r, 2, global_bs=6)) for r in range(2)]==[6,6]
+
+class Plus(Transform):
+    "Of batches, in training only"
+    split_idx = 0
+    def encodes(self, x:torch.Tensor): return x+100 if x.is_floating_point() else x
+
+class Means(Callback):
+    def before_fit(self): self.learn.means = []
+    def before_batch(self): self.learn.means.append(float(self.x.mean()))
+
+@pytest.mark.parametrize('kw', [dict(), dict(global_bs=12), dict(global_bs=12, max_bs=3)], ids=str)
+def test_batch_transforms_know_their_split_and_decode(kw):
+    torch.set_default_dtype(F64)
+    dsets = Datasets(range(34), [[x_of],[y_of]], splits=[range(24), range(24, 34)])
+    learn = Learner(dsets.dataloaders(bs=12, num_workers=0, device='cpu', after_batch=[Plus]), plain(), CrossEntropy(), cbs=Means())
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw):
+        learn.fit(1)
+        assert [round(o, -2) for o in learn.means]==[100.]*(24//kw.get('max_bs', 12))+[0.]
+        assert learn.dls.train.after_batch.split_idx==0 and learn.predict(3)[2].shape==(3,)
+        assert learn.dls.show_batch(show=False)[0].mean()>99
 
 # --- learners ---------------------------------------------------------------------------------------------------------------
 
@@ -136,6 +165,20 @@ def looks(dls, W):
         assert len(learn.dls.valid)==len([*learn.dls.valid])
         return len(learn.dls.train),torch.cat(whole),torch.cat(rows)
 
+def of_a_share(W, rank, path):
+    "Predictions of a share, in its context and by a learner that is in none"
+    torch.set_default_dtype(F64)
+    dsets,res = Datasets(range(80), [[x_of],[y_of]], splits=[range(48), range(48, 80)]),[]
+    for kw in (dict(), dict(global_bs=12, max_bs=3)):
+        torch.manual_seed(7)
+        dls,model = dsets.dataloaders(bs=per_rank(12, W), num_workers=0, device='cpu'),plain()
+        learn,other = [Learner(o, model, CrossEntropy(), opt_func=SGD) for o in (dls,dls.new())]
+        with ctx(learn, W, **kw if W else {}): res.append([o.get_preds(dl=learn.dls.train) for o in (learn,other)])
+    return res
+
+@on_1_and_2
+def test_a_share_is_predicted_whole(Ws, found): same(of_a_share, found=found, W=Ws, tol=1e-6)
+
 @pytest.mark.slow
 @on_1_and_2
 def test_learners_on_every_kind_of_loader(Ws, found): same(of_loaders, found=found, W=Ws, tol=1e-6, lines='4')
@@ -191,14 +234,14 @@ def language_model(W, rank):
 
 def table(n, seed):
     g = np.random.RandomState(seed)
-    df = pd.DataFrame(dict(a=g.randn(n), b=g.randn(n), kind=g.choice(list('xyz'), n)))
-    df['y'] = np.where(df.a+df.b>0, 'yes', 'no')
+    df = pd.DataFrame(dict(offset=g.randn(n), b=g.randn(n), source=g.choice(list('xyz'), n))) # our loaders have attributes of these names
+    df['y'] = np.where(df.offset+df.b>0, 'yes', 'no')
     df.loc[::7,'b'] = np.nan
     return df
 
 def tabular(W, rank):
     random.seed(0), np.random.seed(0), torch.manual_seed(7), torch.set_default_dtype(torch.float32)
-    to = TabularPandas(table(86, 1), [Categorify,FillMissing,Normalize], cat_names=['kind'], cont_names=['a','b'], y_names='y',
+    to = TabularPandas(table(86, 1), [Categorify,FillMissing,Normalize], cat_names=['source'], cont_names=['offset','b'], y_names='y',
                        y_block=CategoryBlock(), splits=(list(range(60)),list(range(60, 86))))
     dls = to.dataloaders(bs=per_rank(12, W), device='cpu')
     learn = tabular_learner(dls, layers=[8], opt_func=SGD, lr=.01, metrics=accuracy)
@@ -222,7 +265,7 @@ def test_texts_and_tables(Ws, found):
                  '`ClassificationInterpretation` (float32)', 1e-5)))
     assert want['sorted'][2]==[o[0].tolist() for o in sentences(29, 1)]
 
-found = asking(of_loaders, of_sequences)
+found = asking(of_a_share, of_loaders, of_sequences)
 
 class Skipping(list):
     def __getitem__(self, i):

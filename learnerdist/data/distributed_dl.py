@@ -550,6 +550,7 @@ class DistributedDL(LoaderWrapper):
     """One rank's share of a data loader. Other attributes are read from the copied loader, `.dl`. `len` is in batches
     of this rank"""
     after_part = staticmethod(as_it_is) # What is done to each part of a step when its turn comes
+    offset = 0 # see `PlacedLoader`
     _warned_repeated = False # see `_repeated`
     def __init__(self,
         dataset,            # As in `TfmdDL`
@@ -567,7 +568,7 @@ class DistributedDL(LoaderWrapper):
         self.source,n = dl,deal.global_bs
         if n:
             need(batch_shape(dl)[0], _own_way.format(f'this {type(dl).__name__}'), global_bs=n)
-            dl = with_settings(dl, bs=len(range(deal.rank, n, deal.world_size)))
+            dl = resized(dl, len(range(deal.rank, n, deal.world_size)))
         if not deal.whole:
             bs,drop_last = batch_shape(dl)
             if getattr(dl, 'batch_sampler', dl) is None: bs = 1 # torch's loader without batches
@@ -700,6 +701,11 @@ def with_settings(dl, dataset=None, **kw):
     what = f"{', '.join(kw)}: settings of a {type(dl).__name__}"
     raise ValueError(f'{what} cannot be changed, since it has no `new`')
 
+@singledispatch
+def resized(dl, bs:int):
+    "A copy of a loader with another batch size. Register a function for a kind whose `new` loses more than that"
+    return with_settings(dl, bs=bs)
+
 # %% ../../nbs/data/03_distributed_dl.ipynb #widen1
 class Joined:
     "A batch sampler that joins each `k` batches of another one"
@@ -718,4 +724,4 @@ def widened(dl, k:int):
     if own: return with_settings(dl, batch_sampler=Joined(sampler, k))
     bs,_ = batch_shape(dl)
     need(bs, f'{name} without a batch size: one process cannot have batches {k} times as large')
-    return with_settings(dl, bs=bs*k)
+    return resized(dl, bs*k)

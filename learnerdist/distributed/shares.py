@@ -61,7 +61,7 @@ def step_rows(dl, i:int=0)->int:
     if d is None or (d.pad,d.unit,d.is_stream)!=('batch','row',False) or not d.bs or has_own_order(dl): return None
     n = dl.n_total
     if n is None: return None
-    if hasattr(dl, 'offset'): i -= dl.offset # the steps of a resumed epoch that the fit leaves out
+    if dl.offset: i -= dl.offset # the steps of a resumed epoch that the fit leaves out
     else: n += d.start
     return min(d.step, max(n-i*d.step, 1))
 

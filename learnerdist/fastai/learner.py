@@ -36,7 +36,7 @@ from ..core import env
 from ..core.compat import find
 from ..core.lending import replaced
 from ..core.env import group_rank,group_size,num_distrib
-from ..data.distributed_dl import in_order
+from ..data.distributed_dl import DistributedDL,in_order
 from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
@@ -104,6 +104,10 @@ def all_batches(self:Learner):
 # %% ../../nbs/fastai/04_learner.ipynb #c008
 _get_preds = Learner.get_preds
 
+def _source(dl): # other loaders have the attributes of their data set, and a table may have a column of this name
+    "The user's loader behind a share"
+    return dl.source if isinstance(dl, DistributedDL) else dl
+
 @patch
 @delegates(_get_preds)
 def get_preds(self:Learner, *args, gather='all', **kw):
@@ -116,11 +120,12 @@ def get_preds(self:Learner, *args, gather='all', **kw):
     given = call.arguments
     trainer = trainer_of(self)
     def get(): return _get_preds(*call.args, **call.kwargs)
+    # fastai asks a loader for its order, and a share has that of a rank
+    if given['reorder']: given['dl'] = _source(given['dl'])
     if trainer is None or trainer.alone or group_size()<2: return get()
     if isinstance(given['dl'], (list,tuple,L)):
         with trainer.on_its_own(): return get()
-    dl = self.dls[given['ds_idx']] if given['dl'] is None else given['dl']
-    dl = getattr(dl, 'source', dl)
+    dl = _source(self.dls[given['ds_idx']] if given['dl'] is None else given['dl'])
     # a stream is in order
     moves = isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader)
     if moves and given['reorder']: dl,given['reorder'] = in_one_order(dl, trainer.engine.seed)

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain
 
 from fastai.callback.data import PartialDL
+from fastai.data.core import Pipeline
 from fastai.data.load import DataLoader
 from fastai.text.data import LMDataLoader,SortedDL
 from fastcore.basics import noop
@@ -22,7 +23,7 @@ from ..core.random import mix_seed,rng_state,set_rng_state,shared_rng
 from ..data import distributed_dl as core
 from ..distributed.shares import Share
 from ..data.distributed_dl import collate_parts,in_order,is_quiet
-from ..data.distributed_dl import parted,reindexed,whole_batches,with_settings
+from ..data.distributed_dl import parted,reindexed,resized,whole_batches,with_settings
 from ..data.dealing import Deal,to_list
 
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
@@ -81,6 +82,15 @@ def shallow(dl:DataLoader)->DataLoader:
     fake.dataset = fake
     new.fake_l = fake
     return new
+
+@resized.register
+def _(dl:DataLoader, bs): # `new` loses what a subclass has been given, as weights and `partial_n`
+    new = shallow(dl)
+    new.bs = bs
+    return new
+
+@resized.register
+def _(dl:LMDataLoader, bs): return dl.new(bs=bs)
 
 def _order(dl, dealer):
     "A rank's share of the indices that `dl` reads"
@@ -281,12 +291,21 @@ class _EachPart(_OwnBatches):
             self.items.restore()
             yield collate_parts(dl.do_batch, self.order.dealer, (k,n,items))
 
+class _Later(Pipeline):
+    "The transforms of a batch, which come when the turn of a part comes: by `now`. They know of what split it is"
+    now = Pipeline.__call__
+    def __call__(self, o): return o
+
 @parted.register
 def _(dl:DataLoader, dealer):
     by_itself = dl.bs is None or _reads_itself(dl) or isinstance(dl, LMDataLoader)
     if by_itself or not dl.indexed: return parted.dispatch(object)(dl, dealer)
     new = shallow(dl)
     after,new.after_batch = new.after_batch,noop
+    if isinstance(after, Pipeline):
+        new.after_batch = _Later(after)
+        after = new.after_batch.now
+    new.one_batch = lambda: after(DataLoader.one_batch(new)[1]) # for `show_batch`
     _EachPart(new, _order(dl, dealer))
     return new,after
 
