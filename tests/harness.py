@@ -14,6 +14,8 @@ from learnerdist.core.env import group_rank, group_size, num_distrib, process_gr
 from learnerdist.testing import run_ranks
 
 needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
+# What 2 ranks show is shown by 3 before a release
+on_2_and_3 = pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 
 class Failed(str): "A traceback, or what was left behind"
 

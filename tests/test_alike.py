@@ -2,11 +2,11 @@
 import random, re, threading, time
 from pathlib import Path
 from types import SimpleNamespace
-import fastai.basics as fb, learnerdist.fastai, numpy as np, pandas as pd, pytest, torch # noqa: F401
+import fastai.basics as fb, learnerdist.fastai, numpy as np, pandas as pd, torch # noqa: F401
 from fastai.callback.data import WeightedDL
 from torch import nn
 from torch.optim.swa_utils import update_bn
-from harness import all_warnings, asking, error_of
+from harness import all_warnings, asking, error_of, on_2_and_3
 from helpers import Stream
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, default_collate
 from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, gather_objects, group_rank, num_distrib, rank_distrib
@@ -165,7 +165,7 @@ def noises(W, rank, path):
         batches=lambda: TfmdDL(data(), batch_sampler=Iterators(bs), after_item=jitter))
     return {k: noise_of(f()) for k,f in makes.items()} | of_fastai_noise(bs)
 
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+@on_2_and_3
 def test_what_is_drawn_for_a_sample(W, found):
     "Is the same at any number of ranks and workers, from the global streams or generators of data sets, and another one in each epoch"
     (one,),ranks = found(noises, 1),found(noises, W)

@@ -1,6 +1,6 @@
 """On a GPU: nccl, two ranks that share one GPU over gloo, pinned memory, the device of batches, `device`, SyncBatchNorm
 
-Where there is no GPU, on simulated ones; but the last part needs a real one."""
+Where there is no GPU, on simulated ones, as slow tests: test_simulated_gpu.py stands for them. The last part needs a real one."""
 import functools, os, signal, tempfile, time
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from learnerdist import testing
 from scenes import classes, make, normed, scene
 from simulated_gpu import SimulatedGPU, is_possible
 
-pytestmark = pytest.mark.skipif(not (visible or is_possible), reason='needs a GPU, or a newer torch')
+pytestmark = [pytest.mark.skipif(not (visible or is_possible), reason='needs a GPU, or a newer torch'), *[pytest.mark.slow]*(not visible)]
 
 class Sees(Callback):
     "Where batches and weights are, and of which class BatchNorm layers are"
@@ -29,7 +29,7 @@ class Sees(Callback):
         norms = [o for o in self.model.modules() if isinstance(o, nn.modules.batchnorm._BatchNorm)]
         self.classes |= {f"{type(o).__name__}/{'Sync' in type(o).__name__}" for o in norms}
 
-of = partial(scene, n=40, n_valid=23, bs=16, ds=classes, loss=F.cross_entropy, opt=torch.optim.SGD, metrics=[accuracy], fits=[3])
+of = partial(scene, n=40, n_valid=23, bs=16, ds=classes, loss=F.cross_entropy, opt=torch.optim.SGD, metrics=[accuracy], fits=[2])
 table = dict(plain=of(), bn=of(model=normed), pinned=of(dl=dict(pin_memory=True)))
 table['local_bn'] = of(model=normed, ctx=dict(seed=3, sync_bn=False))
 kws = 'plain','bn','pinned'
@@ -80,18 +80,20 @@ def test_nccl_in_a_group_of_one_that_the_user_opened():
     for a,b in zip(got, alone()): same(a, b)
     assert all(o['seen']==['cuda:0'] for o in got)
 
+@functools.cache
+def on_one(): return run_ranks(rank_run, 2, [*kws,'local_bn'], env=on_one_gpu)
+
 two_gpus = pytest.param('nccl', {}, marks=pytest.mark.skipif(len(visible)==1, reason='needs two GPUs'))
 
 @pytest.mark.parametrize('backend,env', [('gloo', on_one_gpu), two_gpus])
 def test_two_ranks_on_one_gpu_and_on_two(backend, env):
-    for r,(got,used,_) in enumerate(run_ranks(rank_run, 2, kws, env=env)):
+    for r,(got,used,_) in enumerate(on_one() if env else run_ranks(rank_run, 2, kws)):
         assert backend in used and got[1]['kinds'][1]=='BatchNorm1d'
         for a,b in zip(got, alone()): same(a, b)
         assert all(o['seen']==[f'cuda:{0 if env else r}'] for o in got)
 
 def test_sync_bn_is_torchs_on_the_gpu():
-    for got,*_ in run_ranks(rank_run, 2, ['bn','local_bn'], env=on_one_gpu):
-        on,off = got
+    for (_,on,_,off),*_ in on_one():
         assert any(o.endswith('/True') for o in on['classes']) and off['classes']==['BatchNorm1d/False'] and on['kinds']==off['kinds']
 
 def rank_pinned():

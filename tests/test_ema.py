@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel,get_ema_multi_avg_fn
 import scenes
-from harness import asking,close
+from harness import asking, close, on_2_and_3
 from scenes import F64,draws,scene
 from learnerdist.all import *
 from learnerdist.core.compat import fsdp_on_cpu
@@ -197,7 +197,7 @@ def many(W, rank, path):
         assert parts=={'ctx' in kw}, (o,parts)
     return res
 
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+@on_2_and_3
 def test_ranks(W, found):
     want, = found(many, 1)
     for res in (every := found(many, W)):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import (BatchSampler, DataLoader, Dataset, DistributedSampler, SubsetRandomSampler, TensorDataset,
                               WeightedRandomSampler)
 from torchmetrics import classification as tm
-from harness import caught, close
+from harness import caught, close, on_2_and_3
 from helpers import Stream
 from learnerdist.all import *
 from learnerdist.data.loaders import find_bs
@@ -339,7 +339,7 @@ def test_kinds_of_metrics_by_hand():
         <lambda> hits hits f1 f1_score cm auc n pair multiclassaccuracy multiclassf1score multiclassauroc
         multiclassconfusionmatrix multiclasscohenkappa acc prec'''.split()
 
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+@on_2_and_3
 @pytest.mark.parametrize('name', [*cases,*random_cases])
 def test_case(name, W):
     func = {**cases,**random_cases}[name]

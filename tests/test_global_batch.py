@@ -9,7 +9,7 @@ from learnerdist.distributed import profiling
 from learnerdist.data.dealing import count_parts
 from learnerdist.testing import run_ranks
 from test_scenes import same
-from harness import all_warnings, close, error_of
+from harness import all_warnings, close, error_of, on_2_and_3
 from helpers import Of
 from scenes import OnOneRank, adversarial, contrast, losses, make, net, normed, rank_runs, recorded, run, scene, scenes
 
@@ -160,9 +160,7 @@ def answers():
 @pytest.fixture(scope='module')
 def found(): return cache(lambda W: run_ranks(answers, W, timeout_s=300))
 
-on_2 = pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)]) # what 2 show is shown by 3 before a release
-
-@on_2
+@on_2_and_3
 def test_learners_memory_and_reductions(found, W):
     whole,shorter = fit(),fit(n=48)
     for r in found(W):
@@ -173,7 +171,7 @@ def test_learners_memory_and_reductions(found, W):
         close(r['sharded'], shorter)
         assert n==4 # steps
 
-@on_2
+@on_2_and_3
 def test_a_part_that_is_cancelled_does_not_count(found, W):
     "The step is that of the samples of the other parts; all leave after it"
     first,V = first_of_last(W),count_parts(24, 5, W)

@@ -3,6 +3,7 @@ import os,re,shlex
 from itertools import product
 
 import nbformat,pytest
+from fastcore.basics import defaults
 from nbclient import NotebookClient
 from PIL import Image
 
@@ -45,6 +46,7 @@ page = root/'docs/fastai_day.md'
 def run(path, folder, texts):
     "Blocks of a page, one after the other"
     os.chdir(folder)
+    defaults.cpus = 0 # fastai's loaders start no workers
     space = dict(__name__='__main__', __file__=str(path))
     for i,block in enumerate(texts): exec(compile(block, f'{path.name}, block {i}', 'exec'), space)
 

@@ -87,7 +87,8 @@ cases = [(2,'ours',{},0), (2,'fastai',{},0), (4,'ours',{},0), (2,'ours',{},2*BS)
 cases += [(2,'ours',dict(shard=True),0), (4,'ours',dict(shard=dict(replicas=2)),0), (2,'fastai',dict(shard=True),0)]*fsdp_on_cpu
 
 # Accumulation has the arithmetic of 2 ranks, replicas of a sharded model that of 4, and a sharded fastai learner that of a whole one
-@pytest.mark.parametrize('W,kind,ctx,acc', [pytest.param(*o, marks=[pytest.mark.long]*(i<3)) for i,o in enumerate(cases)])
+@pytest.mark.parametrize('W,kind,ctx,acc', [pytest.param(*o, marks=[pytest.mark.long]*(i<3)+[pytest.mark.slow]*(o[0]==4))
+                                            for i,o in enumerate(cases)])
 def test_real_ranks(tmp_path, W, kind, ctx, acc):
     acc = [GradientAccumulation(acc)] if acc else []
     def train():

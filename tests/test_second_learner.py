@@ -2,7 +2,7 @@
 import warnings
 from importlib.util import find_spec
 import pytest, torch
-from harness import all_warnings, asking, close
+from harness import all_warnings, asking, close, on_2_and_3
 from helpers import weights
 from scenes import make, scene
 from learnerdist.all import Callback
@@ -80,7 +80,7 @@ def besides(W, rank, path): return {o.__name__: beside(o, W, rank) for o in make
 def in_any_orders(W, rank, path): return {o.__name__: in_any_order(o, W, rank) for o in makers}
 found = asking(besides, in_any_orders)
 
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+@on_2_and_3
 @pytest.mark.parametrize('name', [o.__name__ for o in makers])
 def test_a_learner_without_a_context_has_all_the_data(name, W, found):
     want,orders,n,_ = found(besides, 1)[0][name]

@@ -5,7 +5,7 @@ import numpy as np, pytest, torch
 from torch import nn, tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from harness import all_warnings, asking
+from harness import all_warnings, asking, on_2_and_3
 from helpers import Of, Stream, data, net, sgd, size, weights
 from learnerdist.all import *
 from learnerdist.command import entries
@@ -217,8 +217,6 @@ odd = [jagged,holds_odd,eighth]
 
 def all_of(makes): return {f.__name__: fitted(f) for f in makes}
 def scripts(*_): return all_of(ordinary+odd)
-
-on_2_and_3 = pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 
 @on_2_and_3
 def test_ordinary_scripts_are_exact_and_silent(W, found):

@@ -11,7 +11,7 @@ from learnerdist.core.shards import full_tensor, map_tensors
 from learnerdist.distributed import sharded
 from learnerdist.learner import saving
 from learnerdist.testing import run_ranks
-from harness import close, in_group, needs_fsdp2
+from harness import close, in_group, needs_fsdp2, on_2_and_3
 from scenes import default_dtype
 from test_sharded import F64, case, run
 
@@ -63,7 +63,7 @@ def files(folder):
 
 @pytest.mark.slow
 @needs_fsdp2
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+@on_2_and_3
 def test_same_run_as_built_whole(W, tmp_path):
     "From one kind of file; of the others, what is loaded"
     names = files(tmp_path)

@@ -6,7 +6,7 @@ from itertools import chain, islice
 import pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate, get_worker_info
-from harness import all_warnings, asking
+from harness import all_warnings, asking, on_2_and_3
 from helpers import OneFloat
 from learnerdist.all import Callback, DataLoaders, Learner, gather_objects, num_distrib, rank_distrib
 from learnerdist.data.distributed_dl import reindexed
@@ -56,8 +56,6 @@ def fit(dl, n=1, cbs=(), ctx=True):
 
 def bs(): return 4//max(num_distrib(), 1) if max(num_distrib(), 1)!=3 else 2
 def data(): return TensorDataset(*map(torch.stack, zip(*map(row, range(N)))))
-
-on_2_and_3 = pytest.mark.parametrize('W', [2,pytest.param(3, marks=pytest.mark.long)])
 
 def streams(*_):
     "By kind and number of workers"
