@@ -70,11 +70,10 @@ def all_cases(W, events):
 
 # By name: with BatchNorm or not; the cases; in which events one process would do something else, None: in all
 of_parts = [(e, exc, rank, at) for exc,es in parts.items() for e in es for rank,at in ((0,1),(1,0),(1,3))]
-in_turn = of_parts[::4]+of_parts[10::12] # each event once, and each rank and step
 of_batches = [('before_batch', CancelBatchException, rank, at) for rank,at in ((0,0),(0,3),(1,1))]
 fits = dict(outside_batches=(False, all_cases(2, outer), None), within_a_batch=(False, all_cases(2, inner), late),
             validation=(False, [('before_validate', CancelValidException, rank, 0) for rank in (0,1)], None),
-            batch_step_or_backward=(False, in_turn, late),
+            batch_step_or_backward=(False, of_parts, late),
             with_batchnorm=(True, all_cases(2, ['after_pred','before_backward','after_batch']), ()),
             before_the_forward_pass_of_batchnorm=(True, all_cases(2, ['before_batch'])+of_batches, ()),
             batch_step_or_backward_with_batchnorm=(True, of_parts, (*late,'before_batch')),

@@ -64,10 +64,7 @@ options = [{}, dict(momentum=None), dict(affine=False), dict(track_running_stats
            dict(affine=False, track_running_stats=False)]
 if 'bias' in inspect.signature(nn.BatchNorm1d).parameters: options.append(dict(bias=False)) # an older torch has no such option
 
-def kinds():
-    "Each shape, and each option"
-    pairs = [(kind, {}) for kind in shapes]+[('2d', kw) for kw in options[1:]]
-    return [(layer(kind, **kw), [batch(kind, step=i) for i in range(2)], {}, 1e-9) for kind,kw in pairs]
+def kinds(): return [(layer(kind, **kw), [batch(kind, step=i) for i in range(2)], {}, 1e-9) for kind in shapes for kw in options]
 
 def other_types():
     "Types and layouts of batches and layers, and how exact they are"

@@ -109,10 +109,9 @@ hows = {'fit':(['fit'], None), 'all':(['all'], None), 'body':(['body'], 'KeyErro
         'preds':(['preds'], 'KeyError'), **{f'fails {e}':(['fails', e], 'KeyError') for e in events},
         'cancel':(['fails','after_batch', None, CancelFitException], None)}
 
-# That one rank fails at each event, and what is left then: test_failure.py
 few = 'fit','all','body','preds','fails before_fit','fails after_batch','cancel'
 
-@pytest.mark.parametrize('world_size,opened,names', [(1, True, few), (2, False, (*few,'validate')), (2, True, few)])
+@pytest.mark.parametrize('world_size,opened,names', [(1, True, few), (2, False, tuple(hows)), (2, True, few)])
 def test_no_trace_on_any_rank(world_size, opened, names):
     for res in run_ranks(rank_attempts, world_size, [hows[k][0] for k in names], opened):
         got = dict(zip(names, res))

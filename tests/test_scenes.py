@@ -12,11 +12,9 @@ alone = functools.cache(scenes_module.alone)
 few = ('lstm','bn_frozen','stream','unfreeze in before_batch','freeze in a group','47, drop_last','ignore','weights, accumulated',
        'all cancel in before_step, CancelStepException','Train in after_backward, one rank','Step, one rank, 0','Backward, one rank, 1',
        'amp clip','lookahead_everything') # sharded, too
-# By number of ranks: half of the scenes on 3 (slow), the others on 2; before a release all on 4. On 3, sharded, torch gives a pass of a
-# callback's own whole gradients of weights that do not divide, which do not add up with their parts
+# By number of ranks: half of the scenes on 3 (slow), the others on 2; before a release all on 4
 often = [k for k in scenes if k not in rare]
 on_3 = [k for k in often if 'float' not in k and k not in few][::2]
-on_3.remove('own backward pass')
 names = {2: [k for k in often if k not in on_3], 3: on_3, 4: [*scenes]}
 
 @functools.cache

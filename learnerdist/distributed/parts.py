@@ -17,6 +17,7 @@ from torch import Tensor,nn
 from ..core.compat import TrackingNorm,foreach_add,own_buffers,version
 from ..core.collectives import broadcast_tensors,by_gloo
 from ..core.env import current_group,group_size,wide_dtype
+from ..core.shards import is_sharded
 from ..data.dealing import factors
 from .vote_links import Asks,Message,widest
 
@@ -75,6 +76,8 @@ def add_grads(a:dict, b:dict)->dict:
     for p,g in b.items():
         if p not in a: a[p] = g
         elif a[p].layout==g.layout==torch.strided:
+            # a callback's own backward pass may have left a whole one
+            if is_sharded(g): g = g.redistribute(placements=a[p].placements)
             sums.append(a[p])
             terms.append(g)
         else: a[p] = (a[p]+g).coalesce() # sparse; rows that come twice a GPU would add up in any order
