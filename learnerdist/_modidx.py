@@ -722,6 +722,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'learnerdist/data/dealing.py'),
                                           'learnerdist.data.dealing.count_parts': ( 'data/dealing.html#count_parts',
                                                                                     'learnerdist/data/dealing.py'),
+                                          'learnerdist.data.dealing.dealer_of': ( 'data/dealing.html#dealer_of',
+                                                                                  'learnerdist/data/dealing.py'),
                                           'learnerdist.data.dealing.epoch_order': ( 'data/dealing.html#epoch_order',
                                                                                     'learnerdist/data/dealing.py'),
                                           'learnerdist.data.dealing.factors': ('data/dealing.html#factors', 'learnerdist/data/dealing.py'),

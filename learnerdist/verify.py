@@ -25,7 +25,7 @@ from .core.stacks import in_library,need
 from .data.distributed_dl import sample_hash,widened
 from .data.loaders import batch_shape,find_bs,loaders_of,one_batch
 from .data.rows import Samples,as_samples,listed
-from .data.dealing import count_parts
+from .data.dealing import count_parts,dealer_of
 from .checkpoint.checkpoint import Checkpoint
 from .distributed.comparison import few,tensor_hash
 from .distributed import engine
@@ -133,7 +133,7 @@ class Recording:
 
     def _share(self, share, dl, pad):
         "In place of `Loaders.share`: one process reads the global batch"
-        reads = pad and not hasattr(dl, 'dealer')
+        reads = pad and dealer_of(dl) is None
         return share(widened(dl, self.n_alone) if reads else dl, pad)
 
     def begin(self, learn):

@@ -234,14 +234,14 @@ def language_model(W, rank):
 
 def table(n, seed):
     g = np.random.RandomState(seed)
-    df = pd.DataFrame(dict(offset=g.randn(n), b=g.randn(n), source=g.choice(list('xyz'), n))) # our loaders have attributes of these names
-    df['y'] = np.where(df.offset+df.b>0, 'yes', 'no')
-    df.loc[::7,'b'] = np.nan
+    df = pd.DataFrame(dict(offset=g.randn(n), dealer=g.randn(n), source=g.choice(list('xyz'), n))) # attributes of our loaders
+    df['y'] = np.where(df.offset+df.dealer>0, 'yes', 'no')
+    df.loc[::7,'dealer'] = np.nan
     return df
 
 def tabular(W, rank):
     random.seed(0), np.random.seed(0), torch.manual_seed(7), torch.set_default_dtype(torch.float32)
-    to = TabularPandas(table(86, 1), [Categorify,FillMissing,Normalize], cat_names=['source'], cont_names=['offset','b'], y_names='y',
+    to = TabularPandas(table(86, 1), [Categorify,FillMissing,Normalize], cat_names=['source'], cont_names=['offset','dealer'], y_names='y',
                        y_block=CategoryBlock(), splits=(list(range(60)),list(range(60, 86))))
     dls = to.dataloaders(bs=per_rank(12, W), device='cpu')
     learn = tabular_learner(dls, layers=[8], opt_func=SGD, lr=.01, metrics=accuracy)

@@ -23,6 +23,7 @@ from ..core.random import Moment,seed_streams
 from ..core.remote import Remote,as_path
 from ..core.shards import a_part,groups_of,load_model,load_opt,map_tensors,shard_position,split_rows
 from ..core.stacks import need,preempted_status,warn
+from ..data.dealing import dealer_of
 from ..data.loaders import to_device
 from ..distributed.comparison import tensors_beside
 from ..distributed.engine import context_callbacks
@@ -469,7 +470,7 @@ class Checkpoint(Callback):
         if self.nested: return
         if self.at: self.arrive()
         self.phase,self.captured = 'done',None
-        dealer = getattr(self.state.loader, 'dealer', None)
+        dealer = dealer_of(self.state.loader)
         if dealer is not None: dealer.already_read = -1,0 # the next fit asks for its length before its first epoch
         self.when.at_end(self.last is not None and self.last['phase']=='done')
         self.commit('done')

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader,IterableDataset
 
 from ..core.random import Generators,rng_state,set_rng_state
 from ..core.stacks import warn
+from ..data.dealing import dealer_of
 from ..data.distributed_dl import has_state,saves_place
 from ..data.loaders import LoaderWrapper,batch_shape,data_len
 
@@ -69,7 +70,7 @@ class PlacedLoader(LoaderWrapper):
     def __init__(self, dl, seeds, dls=None):
         """seeds: called with the number of a batch, seeds the streams of this process; None: nothing is seeded; dls:
         alone, those of the learner"""
-        d = getattr(dl, 'dealer', None)
+        d = dealer_of(dl)
         self.dl,self.seeds = dl,seeds
         self.dls = dls
         self.states = deque(maxlen=4) # (batches, the loader's own state after them)
@@ -80,7 +81,8 @@ class PlacedLoader(LoaderWrapper):
         own = _with_state(self.dl)
         first = 0 if self.reads_again else self.n_trained
         if self.own_state is not None: own.load_state_dict(self.own_state)
-        if hasattr(self.dl, 'dealer'): self.dl.dealer.n_skip = first # its batches are seeded by their number
+        dealer = dealer_of(self.dl)
+        if dealer is not None: dealer.n_skip = first # its batches are seeded by their number
         if self.seeds: self.seeds(first) # workers are seeded from the streams
         streams = dict(self.resumed['batches']) if self.resumed else {}
         if self.resumed: set_streams(self.dls, self.resumed['start'])
@@ -103,13 +105,13 @@ class PlacedLoader(LoaderWrapper):
 # %% ../../nbs/checkpoint/01_position.ipynb #c014
 def _unit(dl):
     "Rows of the epoch's order (or batches, see `DistributedDL.unit`) in a batch of this rank; None if not known"
-    d = getattr(dl, 'dealer', None)
+    d = dealer_of(dl)
     return None if d is None or d.splits_itself or dl.mixed else d.bs
 
 def place_in_epoch(dl:PlacedLoader, i:int)->dict:
     """The place of a training loop after `i` batches of this epoch, as plain numbers, the same on every rank. `done`:
     rows that all ranks have trained on; None if not known"""
-    d,bs = getattr(dl, 'dealer', None),_unit(dl)
+    d,bs = dealer_of(dl),_unit(dl)
     done = None
     if bs:
         done = (i-dl.offset)*d.step

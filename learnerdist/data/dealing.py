@@ -136,6 +136,11 @@ class Deal:
             n += len(step)
         at_end(n)
 
+def dealer_of(dl):
+    "What deals a loader among ranks, its `Dealer`; None of another one: of a table fastai's has columns as attributes"
+    found = getattr(dl, 'dealer', None)
+    return found if isinstance(getattr(found, 'deal', None), Deal) else None
+
 # %% ../../nbs/data/00_dealing.ipynb #c018s1
 def to_list(items):
     "Items as Python's numbers, if they are a tensor"

@@ -19,7 +19,7 @@ from .loaders import is_shuffled, kept, one_batch, pipe, read_loader
 from ..core.random import Generators,draw,map_seeded,mix_seed,no_generators,rng_state
 from ..core.random import Moment,same_streams,seed_streams,set_rng_state,shared_rng
 from ..core.stacks import need,warn
-from .dealing import Deal, epoch_order
+from .dealing import Deal, dealer_of, epoch_order
 from .datasets import as_it_is, at_once, columns_of
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
@@ -34,7 +34,7 @@ def loader_parts(o):
 def is_split(dl)->bool:
     """Whether each rank already reads its own share: by `DistributedDL`, by a sampler like `DistributedSampler`, or by
     the data set"""
-    if hasattr(dl, 'dealer'): return True
+    if dealer_of(dl) is not None: return True
     ds = getattr(dl, 'dataset', None)
     # the second is Hugging Face's
     if getattr(ds, 'splits_by_rank', False) or getattr(ds, '_distributed', None) is not None: return True
@@ -530,7 +530,7 @@ def _(dl:DataLoader, dealer):
 def in_order(dl):
     """A copy of `dl` that reads its data set once and in order, without shuffling or dropping. ValueError for an
     unknown kind of loader"""
-    if hasattr(dl, 'dealer'): return in_order(dl.source)
+    if dealer_of(dl) is not None: return in_order(dl.source)
     name = type(dl).__name__
     raise ValueError(f'a {name} cannot be read in order: register a function with @in_order.register')
 

@@ -22,6 +22,7 @@ from ..core.env import group_rank
 from ..core.random import Generators,held,map_seeded
 from ..core.shards import exchange_params,is_sharded
 from ..core.stacks import coded,need,warn
+from ..data.dealing import dealer_of
 from ..data.distributed_dl import is_split,loader_parts,sample_hash
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
@@ -288,7 +289,7 @@ def few(names:list)->str:
 def order_of(dl)->dict:
     """By name: hashes of the order from which a rank is dealt its share, of its first items and, once it has been read,
     of all. Nothing where all ranks compute it"""
-    d = getattr(dl, 'dealer', None)
+    d = dealer_of(dl)
     if d is None or d.is_stream: return {}
     named = {'first items': d.hashes[0].item(), 'whole order': d.hashes[2].item()}
     return filter_values(named, bool)

@@ -25,7 +25,7 @@ from ..core.shards import all_params,is_sharded,on_meta
 from ..core.stacks import frames_of,need,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_device
-from ..data.dealing import factors
+from ..data.dealing import dealer_of,factors
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import need_equal,options_of,same_data,same_fit,same_model,same_optimizer,shown
 from .loops import Accumulation,EvaluationLoop,Loop,TrainingLoop,add_totals,cancelled_loop,source_of
@@ -110,7 +110,8 @@ class Loaders:
         cls = e.adapter.share_class
         where = (group_rank(),W,e.seed)
         if not pad: return cls.by_batch(dl, *where, e.opts.sample_seeds)
-        kw = {} if hasattr(dl, 'dealer') else dict(global_bs=global_batch(dl, e.opts, W), max_bs=e.max_bs)
+        kw = {}
+        if dealer_of(dl) is None: kw = dict(global_bs=global_batch(dl, e.opts, W), max_bs=e.max_bs)
         return cls.from_dl(dl, *where, pad=pad, sample_seeds=e.opts.sample_seeds, **kw)
 
     def share_now(self, dl, pad):
@@ -215,13 +216,15 @@ class Lockstep(LoaderWrapper):
         "An iterator; what ranks read first of a stream is compared"
         it = self._begun()
         ds = getattr(self.dl, 'dataset', None)
-        if not (isinstance(ds, IterableDataset) and hasattr(self.dl, 'dealer')): return it
+        dealer = dealer_of(self.dl)
+        if dealer is None or not isinstance(ds, IterableDataset): return it
         first = [*islice(it, 1)]
-        reads_again = self.dl.dealer.compare(gather_objects, type(ds).__name__)
+        reads_again = dealer.compare(gather_objects, type(ds).__name__)
         return self._begun() if reads_again else chain(first, it)
 
     def _begun(self):
-        if hasattr(self.dl, 'dealer'): self.dl.dealer.in_loop = True
+        dealer = dealer_of(self.dl)
+        if dealer is not None: dealer.in_loop = True
         return iter(self.dl)
 
     def _warn_uneven(self, k, more):

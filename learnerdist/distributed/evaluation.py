@@ -19,6 +19,7 @@ from ..core.env import group_rank,wide_dtype
 from ..core.lending import lend
 from ..core.stacks import coded,need
 from ..core.random import undoing,untouched
+from ..data.dealing import dealer_of
 from ..data.loaders import call_model,to_cpu,to_detach,to_device
 from ..data.rows import as_samples
 from .comparison import drawn_alone,few,modules_beside
@@ -76,7 +77,7 @@ class Evaluation:
 
     def number(self, i)->int:
         "The number of this rank's batch `i` among those of all ranks"
-        dealer = getattr(self.learn.dl, 'dealer', None)
+        dealer = dealer_of(self.learn.dl)
         if dealer is None or dealer.splits_itself: return (group_rank()<<32)+i # split by the user: rank after rank
         if dealer.n_parts: # of a training loop: each part is a batch
             k,j = divmod(i, len(dealer.own_parts))
@@ -86,7 +87,7 @@ class Evaluation:
 
     def _by_batch(self)->bool:
         "Whether ranks evaluate whole batches in turn"
-        dealer = getattr(self.learn.dl, 'dealer', None)
+        dealer = dealer_of(self.learn.dl)
         return dealer is not None and dealer.unit=='batch' and not dealer.splits_itself
 
     def _can_check(self)->bool:

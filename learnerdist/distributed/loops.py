@@ -18,7 +18,7 @@ from ..core.compat import tree_leaves
 from ..core.env import group_rank,group_size,is_whole,running,waits,wide_dtype
 from ..core.random import Moment,rng_state,set_rng_state
 from ..core.stacks import need
-from ..data.dealing import parts_in_use
+from ..data.dealing import dealer_of,parts_in_use
 from .batchnorm import Synced
 from .evaluation import Evaluation
 from .parts import Part,PartStatistics,Step,Why,add_earlier,by_callback,take_grads,tree_sum
@@ -144,7 +144,7 @@ class Source(NamedTuple):
 
 def source_of(dl)->Source:
     "What a step has to know of a loader"
-    dealer = getattr(dl, 'dealer', None)
+    dealer = dealer_of(dl)
     known = step_rows(dl) is not None
     W = group_size()
     if dealer is None: return Source(dl, None, known, 64*W, W, False, False)

@@ -13,6 +13,7 @@ from torch.utils.data import SequentialSampler,WeightedRandomSampler
 
 from ..core.env import group_size
 from ..core.stacks import need,warn
+from ..data.dealing import dealer_of
 from ..data.distributed_dl import Dealt,DealtOrder,DistributedDL,Joined,in_order
 from ..data.distributed_dl import is_split,loader_parts
 from ..data.loaders import batch_shape
@@ -21,7 +22,7 @@ from ..data.loaders import batch_shape
 def has_own_order(dl)->bool:
     """Whether a rank's share deals the items of a user's sampler: its length may be an estimate, and ranks may not
     share its draws"""
-    order = getattr(getattr(dl, 'dealer', None), 'items', None)
+    order = getattr(dealer_of(dl), 'items', None)
     if not isinstance(order, Dealt) or isinstance(order, DealtOrder): return False
     return not all(type(o) in _alike or getattr(o, 'alike', False) for o in loader_parts(order.source))
 
@@ -57,7 +58,7 @@ class Share(DistributedDL):
 # %% ../../nbs/distributed/02_shares.ipynb #ce578703
 def step_rows(dl, i:int=0)->int:
     "The samples of all ranks in step `i` of an epoch of a training loader; None if not all ranks know it"
-    d = getattr(dl, 'dealer', None)
+    d = dealer_of(dl)
     if d is None or (d.pad,d.unit,d.is_stream)!=('batch','row',False) or not d.bs or has_own_order(dl): return None
     n = dl.n_total
     if n is None: return None

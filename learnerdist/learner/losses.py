@@ -23,6 +23,7 @@ from ..core.compat import lost_weight,tree_leaves,tree_map,version
 from ..core.env import wide_dtype
 from ..core.random import untouched
 from ..core.stacks import need
+from ..data.dealing import dealer_of
 from ..data.loaders import data_len,find_bs
 from ..data.rows import batch_leaves,listed
 
@@ -239,7 +240,7 @@ def batch_rows(learn)->int:
 
 def loader_rows(dl, i):
     "The number of samples in batch `i`; None if it is not known"
-    dealer = getattr(dl, 'dealer', None)
+    dealer = dealer_of(dl)
     if dealer is not None and dealer.n_parts: return dealer.part_size
     sizes = ()
     if dealer is not None and dealer.unit=='batch': sizes = dealer.sizes or ()

@@ -24,6 +24,7 @@ from ..core.compat import foreach_mul
 from ..core.lending import replaced
 from ..core.shards import all_params,groups_of,has_parts,is_sharded,local_part,state_part,full_tensor
 from ..core.stacks import need
+from ..data.dealing import dealer_of
 from ..data.distributed_dl import reindexed
 from ..data.loaders import LoaderWrapper,apply,batch_shape,data_len
 from .callback import Callback,CancelBatchException,CancelStepException,Order,cancels
@@ -310,7 +311,8 @@ def steps_per_epoch(
     acc = callbacks_of(learn, GradientAccumulation)
     if not acc: return n
     # of all ranks
-    bs = dl.dealer.step if hasattr(dl, 'dealer') and dl.dealer.by_step else batch_shape(dl)[0]
+    dealer = dealer_of(dl)
+    bs = dealer.step if dealer is not None and dealer.by_step else batch_shape(dl)[0]
     need(bs, f'{type(dl).__name__} without a batch size: count the steps')
     return math.ceil(n/math.ceil(acc[0].n_acc/bs))
 

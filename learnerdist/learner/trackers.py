@@ -15,6 +15,7 @@ import torch
 
 from ..core.env import num_distrib
 from ..core.shards import model_name
+from ..data.dealing import dealer_of
 from ..data.loaders import batch_shape,data_len,without
 from .learner import get_model
 from .loggers import LogWriter
@@ -24,8 +25,9 @@ def run_config(learn, world:int)->dict:
     "The configuration of a fit on `world` ranks, in its `before_fit`: numbers and texts that JSON keeps as they are"
     dl,opt = learn.dls.train,learn.opt
     groups = getattr(opt, 'hypers', None) or getattr(opt, 'param_groups', [{}]) # fastai's param_groups hold the weights
-    dataset = getattr(dl.source if hasattr(dl, 'dealer') else dl, 'dataset', None)
-    batch_size = getattr(getattr(dl, 'dealer', None), 'global_bs', None)
+    dealer = dealer_of(dl)
+    dataset = getattr(dl if dealer is None else dl.source, 'dataset', None)
+    batch_size = None if dealer is None else dealer.global_bs
     bs = batch_shape(dl)[0]
     if bs and not batch_size: batch_size = bs*world
     loss = getattr(learn.loss_func, '__name__', type(learn.loss_func).__name__)
