@@ -2605,6 +2605,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'learnerdist.launch.cli._in_script': ('launch/cli.html#_in_script', 'learnerdist/launch/cli.py'),
                                         'learnerdist.launch.cli._keep': ('launch/cli.html#_keep', 'learnerdist/launch/cli.py'),
                                         'learnerdist.launch.cli._launch': ('launch/cli.html#_launch', 'learnerdist/launch/cli.py'),
+                                        'learnerdist.launch.cli._names_of': ('launch/cli.html#_names_of', 'learnerdist/launch/cli.py'),
                                         'learnerdist.launch.cli._report': ('launch/cli.html#_report', 'learnerdist/launch/cli.py'),
                                         'learnerdist.launch.cli._run': ('launch/cli.html#_run', 'learnerdist/launch/cli.py'),
                                         'learnerdist.launch.cli._worker': ('launch/cli.html#_worker', 'learnerdist/launch/cli.py'),

@@ -200,7 +200,11 @@ def _complete(args):
 
 # %% ../../nbs/launch/05_cli.ipynb #c025
 def run_target(argv):
-    "Run a script or `-m` a module as `python` would; returns: its global names"
+    "Run a script or `-m` a module as `python` would"
+    _names_of(argv)
+
+def _names_of(argv)->dict:
+    "As `run_target`; returns: the global names of the script"
     enter(argv)
     if argv[0] == '-m': return runpy.run_module(argv[1], run_name='__main__', alter_sys=True)
     return runpy.run_path(os.path.abspath(argv[0]), run_name='__main__')
@@ -211,7 +215,7 @@ def _worker(parent, argv):
     begin_rank(parent)
     with suppress(Exception): import_first(argv) # the script raises it again. In a fork they are there
     seed_alike()
-    try: _keep(run_target(argv))
+    try: _keep(_names_of(argv))
     except KeyboardInterrupt as e:
         log(f'rank {os.environ["RANK"]} interrupted at {users_frame(frames_of(e))}')
         _report(e, 130)
