@@ -1410,6 +1410,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                    'learnerdist/distributed/evaluation.py'),
                                                     'learnerdist.distributed.evaluation.Evaluation.check_state': ( 'distributed/evaluation.html#evaluation.check_state',
                                                                                                                    'learnerdist/distributed/evaluation.py'),
+                                                    'learnerdist.distributed.evaluation.Evaluation.dealer': ( 'distributed/evaluation.html#evaluation.dealer',
+                                                                                                              'learnerdist/distributed/evaluation.py'),
                                                     'learnerdist.distributed.evaluation.Evaluation.end_batch': ( 'distributed/evaluation.html#evaluation.end_batch',
                                                                                                                  'learnerdist/distributed/evaluation.py'),
                                                     'learnerdist.distributed.evaluation.Evaluation.number': ( 'distributed/evaluation.html#evaluation.number',

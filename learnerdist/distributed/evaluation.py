@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c002
 from contextlib import ExitStack
+from functools import cached_property
 from itertools import chain
 from operator import is_not
 
@@ -75,9 +76,14 @@ class Evaluation:
             self.n_step = step_rows(learn.dls.train) or 0 if kind=='sum' else 0
         if self.n_step: learn.loss = learn.loss*(self.n_step/batch_rows(learn))
 
+    @cached_property
+    def dealer(self):
+        "What deals the loader of this loop among ranks; None if nothing does"
+        return dealer_of(self.learn.dl)
+
     def number(self, i)->int:
         "The number of this rank's batch `i` among those of all ranks"
-        dealer = dealer_of(self.learn.dl)
+        dealer = self.dealer
         if dealer is None or dealer.splits_itself: return (group_rank()<<32)+i # split by the user: rank after rank
         if dealer.n_parts: # of a training loop: each part is a batch
             k,j = divmod(i, len(dealer.own_parts))
@@ -87,7 +93,7 @@ class Evaluation:
 
     def _by_batch(self)->bool:
         "Whether ranks evaluate whole batches in turn"
-        dealer = dealer_of(self.learn.dl)
+        dealer = self.dealer
         return dealer is not None and dealer.unit=='batch' and not dealer.splits_itself
 
     def _can_check(self)->bool:
