@@ -250,6 +250,7 @@ def named_alike(learn, save_model, ctx):
         first = Kept()
         learn.fit(2, cbs=[save_model(monitor='valid_loss', comp=operator.gt, fname='m'),Checkpoint('m'),first]) # the first is best
         res.append((weight(learn),first.seen[0]))
+        distrib_barrier() # rank 0 writes this file again, which the others may be about to read
         set_weight(learn, 5)
         learn.save('m')
         loads('m', 5)
