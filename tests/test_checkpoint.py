@@ -105,6 +105,9 @@ def test_a_loss_that_learns_and_lazy_layers_go_on(tmp_path):
     assert whole.recorder.losses==again.recorder.losses and whole.loss_func.scale!=1 and whole.loss_func.n==18
     state = torch.load(sorted((tmp_path/'cut/ckpt').iterdir())[-1]/'state.pt')
     assert [*state['loss']]==['loss_func.scale','loss_func.n']
+    more = learner(tmp_path/'cut', model=nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(3), nn.LazyLinear(3)))
+    with pytest.raises(ValueError, match='3.weight: missing in the checkpoint, any shape here'):
+        more.fit(2, cbs=Checkpoint('ckpt'), resume=True)
 
 def test_a_sum_is_validated_at_the_same_scale_after_a_resume(tmp_path):
     "That of a full step, also if a short one is all that is left of the epoch"

@@ -92,12 +92,14 @@ def state_of_rank(cbs, states:list, rank:int, adds_up:bool)->dict:
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c010
 def check_model(model:torch.nn.Module, state:dict, source):
     "Raise ValueError if names or shapes differ, before anything is loaded. A lazy layer takes any shape"
-    def shapes(state): return {k: is_lazy(v) or tuple(v.shape) for k,v in state.items() if isinstance(v, torch.Tensor)}
+    def shape(v): return 'any shape' if is_lazy(v) else tuple(v.shape)
+    def shapes(state): return {k: shape(v) for k,v in state.items() if isinstance(v, torch.Tensor)}
     own,other = shapes(model.state_dict()),shapes(state)
     found = []
     for k in own|other:
         a,b = other.get(k, 'missing'),own.get(k, 'missing')
-        if b not in (a,True): found.append(f'{k}: {a} in the checkpoint, {b} here')
+        fits = a==b or b=='any shape' and a!='missing'
+        if not fits: found.append(f'{k}: {a} in the checkpoint, {b} here')
     if len(found)>5: found[5:] = ['…']
     need(not found, f'{source} is of another model. {"; ".join(found)}')
 

@@ -142,8 +142,8 @@ class FitState:
         self.n_states = 0
         self.epoch = 0 # The present one. In a loop within a fit fastai's learner counts from 0
         self.n_fit = getattr(learn, 'fits_done', 0) # Its number among the learner's, from 0
-        self.config = run_config(learn, self.world)|dict(schedule=horizons(learn.cbs))
-        self.config['tensors'] = [*map(len, groups_of(learn.opt))]
+        tensors = [*map(len, groups_of(learn.opt))] # in each group
+        self.config = run_config(learn, self.world)|dict(schedule=horizons(learn.cbs), tensors=tensors)
         self.loader = None # The training loader, as a `PlacedLoader`
         self.initial_buckets = False # Whether DDP still has its initial buckets
 
