@@ -2544,6 +2544,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'learnerdist/fastai/trainer.py'),
                                             'learnerdist.fastai.trainer.gatherers': ( 'fastai/trainer.html#gatherers',
                                                                                       'learnerdist/fastai/trainer.py'),
+                                            'learnerdist.fastai.trainer.is_named': ( 'fastai/trainer.html#is_named',
+                                                                                     'learnerdist/fastai/trainer.py'),
                                             'learnerdist.fastai.trainer.metrics_of_loop': ( 'fastai/trainer.html#metrics_of_loop',
                                                                                             'learnerdist/fastai/trainer.py'),
                                             'learnerdist.fastai.trainer.trainer_of': ( 'fastai/trainer.html#trainer_of',

@@ -215,25 +215,43 @@ def crit_loss(real, fake): return (fake-real).mean()
 
 def size_of(out, *_): return out.abs().mean()
 
-def gan(W, rank, path, n=48):
+def gan(W, rank, path, n=48, switcher=None, **opts):
     "Its trainer calls `learn.model.switch`, and keeps what it needs on the model"
     from fastai.vision.gan import FixedGANSwitcher, GANLearner
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(1+rank if W else 1)
     g = torch.Generator().manual_seed(0)
     ds = list(zip(torch.randn(n, 8, generator=g), torch.randn(n, 3, 2, 2, generator=g)))
-    kw = dict(switcher=FixedGANSwitcher(1, 1), opt_func=SGD, lr=.01, gen_first=False)
+    kw = dict(switcher=switcher or FixedGANSwitcher(1, 1), opt_func=SGD, lr=.01, gen_first=False)
     learn = GANLearner(loaders(ds, 12, W, ds[:12]), generator(), critic(), gen_loss, crit_loss, metrics=size_of, **kw)
     learn.recorder.train_metrics = n!=48
-    with ctx(learn, W, **(dict(find_unused_parameters=True) if W else {})):
+    with ctx(learn, W, **(opts|dict(find_unused_parameters=True) if W else {})):
         learn.fit(2)
         return state(learn) | dict(values=[floats(o) for o in learn.recorder.values])
 
 def uneven_gan(W, rank, path): return gan(W, rank, path, 45)
 
+def adaptive_gan(W, rank, path):
+    "It switches by the loss of a step"
+    from fastai.vision.gan import AdaptiveGANSwitcher
+    return gan(W, rank, path, switcher=AdaptiveGANSwitcher(gen_thresh=1.72, critic_thresh=0.))
+
+def gan_of_parts(W, rank, path):
+    "Switchers count steps, and not their parts"
+    from fastai.vision.gan import AdaptiveGANSwitcher, FixedGANSwitcher
+    switchers = FixedGANSwitcher(1, 2),AdaptiveGANSwitcher(gen_thresh=1.72, critic_thresh=0.)
+    res = [gan(W, rank, path, switcher=o, global_bs=12, max_bs=3) for o in switchers]
+    for o in res: o.pop('values') # the critic's loss in evaluation is that of a rank's last batch
+    return res
+
 @on_1_and_2
 def test_gan(Ws, found):
     same(gan, found=found, W=Ws, tol=1e-5, lines=['7 `GANLearner` (float32)'])
     same(uneven_gan, found=found, W=Ws[-1:], tol=1e-5) # with metrics of training
+    same(adaptive_gan, found=found, W=Ws, tol=1e-5)
 
-slow,found = asking(applications),asking(gan, uneven_gan, shadowed, by_hand, alone=(flags,))
+def test_a_gan_to_the_bit(found):
+    want, = found(gan_of_parts, 1)
+    for o in found(gan_of_parts, 2): close(o, want, 0)
+
+slow,found = asking(applications),asking(gan, uneven_gan, adaptive_gan, gan_of_parts, shadowed, by_hand, alone=(flags,))

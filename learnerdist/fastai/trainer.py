@@ -207,7 +207,8 @@ class EpochLosses:
         if rec is not None: self.begun = len(rec.losses),copy.copy(rec.smooth_loss)
 
     def add(self, has_loss:bool):
-        "Add the loss of a part; in `lr_find` average that of the step over ranks. Sync point in `lr_find`"
+        """Add the loss of a part; average that of the step over ranks in `lr_find`, and where fastai's AdaptiveGANSwitcher
+        reads it. Sync point then"""
         learn,loop = self.engine.learn,self.engine.loop
         has_loss = has_loss and not learn.repeated
         n = recorded_items(learn) if has_loss else 0
@@ -218,7 +219,8 @@ class EpochLosses:
         # read at the end of the loop, so that nobody waits for a device
         self.steps.append(self.parts)
         self.parts = []
-        if 'lr_finder' not in vars(learn): return
+        reads_loss = any(is_named(type(cb), 'AdaptiveGANSwitcher') for cb in learn.cbs)
+        if 'lr_finder' not in vars(learn) and not reads_loss: return
         total,n,has_loss = total_losses(learn, as_totals(learn, self.steps[-1:]), 1)[0]
         if has_loss: learn.loss = (total/n).to(learn.loss)
 
@@ -253,9 +255,15 @@ def writes(cls)->bool:
     return issubclass(cls, (ShowGraphCallback,CSVLogger)) or any(f'fastai.callback.{o}' in modules for o in _writers)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c014a
+@functools.cache
+def is_named(cls, *names)->bool:
+    "Whether a class has one of these names, or a class above it: fastai.vision.gan is slow to import"
+    return any(o.__name__ in names for o in cls.__mro__)
+
 parts = Adapter,AfterOthers # What a context adds to a learner's callbacks
 # fastai's that count batches: they hear `after_batch` once a step, after its last part
 _counting = TrainEvalCallback,Recorder,ParamScheduler,ProgressCallback
+_switchers = 'FixedGANSwitcher','AdaptiveGANSwitcher' # these, too
 # fastai's in whose `before_step` ranks wait for one another, where a model is sharded
 _all_grads = GradientClip,MixedPrecision
 
@@ -297,7 +305,8 @@ class DistributedTrainer(Adapter):
 
     def _call_one_of(self, cb, event):
         if event=='before_step' and isinstance(cb, _all_grads): meet_in_step(self.learn)
-        if event=='after_batch' and self.engine.loop.more_parts and isinstance(cb, _counting): return
+        by_step = isinstance(cb, _counting) or is_named(type(cb), *_switchers)
+        if event=='after_batch' and self.engine.loop.more_parts and by_step: return
         if isinstance(cb, parts):
             if not self.alone and (self.looping or event not in inner_events): cb(event)
         elif (writes(type(cb)) or self.rank0s and cb in self.rank0s) and group_size()>1: self._call_on_rank0(cb, event)
