@@ -2475,6 +2475,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'learnerdist/fastai/trainer.py'),
                                             'learnerdist.fastai.trainer.DistributedTrainer.before_epoch': ( 'fastai/trainer.html#distributedtrainer.before_epoch',
                                                                                                             'learnerdist/fastai/trainer.py'),
+                                            'learnerdist.fastai.trainer.DistributedTrainer.before_step': ( 'fastai/trainer.html#distributedtrainer.before_step',
+                                                                                                           'learnerdist/fastai/trainer.py'),
                                             'learnerdist.fastai.trainer.DistributedTrainer.before_train': ( 'fastai/trainer.html#distributedtrainer.before_train',
                                                                                                             'learnerdist/fastai/trainer.py'),
                                             'learnerdist.fastai.trainer.DistributedTrainer.before_validate': ( 'fastai/trainer.html#distributedtrainer.before_validate',

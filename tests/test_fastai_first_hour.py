@@ -49,6 +49,18 @@ def test_an_export_that_fails_leaves_the_file_as_it_was(tmp_path):
     with pytest.raises(TypeError): learn.export('a.pkl')
     assert load_learner(tmp_path/'a.pkl').model.weight.equal(learn.model.weight) and [*tmp_path.iterdir()]==[tmp_path/'a.pkl']
 
+class Clips(Learner):
+    "Its own step"
+    def _do_grad_opt(self):
+        self._with_events(self._backward, 'backward', CancelBackwardException)
+        self._with_events(self._step, 'step', CancelStepException)
+        self.opt.zero_grad()
+
+def test_a_learner_that_steps_after_each_part_is_an_error():
+    learn = learner(opt_func=sgd)
+    learn.__class__ = Clips
+    with pytest.raises(ValueError, match='max_bs=1: this learner.s own _do_grad_opt'), learn.no_bar(), learn.distrib_ctx(max_bs=1): learn.fit(1)
+
 def no_loss():
     learn = learner(loss=lambda p, t: None)
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)

@@ -30,6 +30,7 @@ from fastcore.meta import delegates
 from ..core.collectives import distrib_barrier,gather_objects
 from ..core.env import group_rank,group_size
 from ..core.lending import replaced
+from ..core.stacks import need
 from ..data.loaders import find_bs
 from ..distributed.evaluation import Evaluation
 from ..distributed.loops import total_losses
@@ -395,6 +396,7 @@ class DistributedTrainer(Adapter):
         self.engine.loop.note_loss()
         self.has_loss = True
     def before_backward(self): self.accumulated.scale()
+    def before_step(self): need(not self.engine.loop.more_parts, _own_step, max_bs=self.engine.opts.max_bs)
     def after_batch(self):
         self.engine.loop.end_batch()
         if not self.training: return
@@ -457,6 +459,9 @@ class DistributedTrainer(Adapter):
         n,smooth.count,smooth.val = state['begun']
         self.trained = True
         self.losses.begun = (n,smooth)
+
+_own_step = ("this learner's own _do_grad_opt or _do_one_batch calls the optimizer for each part of a step: leave max_bs "
+             'out, or let _do_grad_opt be, and do this in callbacks')
 
 # fastcore made these classes. A function of a notebook cell that raises one is sent to the ranks by cloudpickle,
 # which looks for a class in the module that it names, and otherwise makes another class there
