@@ -208,7 +208,7 @@ class EpochLosses:
         if rec is not None: self.begun = len(rec.losses),copy.copy(rec.smooth_loss)
 
     def add(self, has_loss:bool):
-        """Add the loss of a part; average that of the step over ranks in `lr_find`, and where fastai's AdaptiveGANSwitcher
+        """Add the loss of a part; average that of the step over ranks in `lr_find`, and where an AdaptiveGANSwitcher
         reads it. Sync point then"""
         learn,loop = self.engine.learn,self.engine.loop
         has_loss = has_loss and not learn.repeated
@@ -220,7 +220,8 @@ class EpochLosses:
         # read at the end of the loop, so that nobody waits for a device
         self.steps.append(self.parts)
         self.parts = []
-        reads_loss = any(is_named(type(cb), 'AdaptiveGANSwitcher') for cb in learn.cbs)
+        cbs = vars(learn).get('cbs', ())
+        reads_loss = any(is_named(type(cb), 'AdaptiveGANSwitcher') for cb in cbs)
         if 'lr_finder' not in vars(learn) and not reads_loss: return
         total,n,has_loss = total_losses(learn, as_totals(learn, self.steps[-1:]), 1)[0]
         if has_loss: learn.loss = (total/n).to(learn.loss)
@@ -460,8 +461,8 @@ class DistributedTrainer(Adapter):
         self.trained = True
         self.losses.begun = (n,smooth)
 
-_own_step = ("this learner's own _do_grad_opt or _do_one_batch calls the optimizer for each part of a step: leave max_bs "
-             'out, or let _do_grad_opt be, and do this in callbacks')
+_own_step = ("this learner's own _do_grad_opt or _do_one_batch calls the optimizer for each part of a step: leave "
+             'max_bs out, or let _do_grad_opt be, and do this in callbacks')
 
 # fastcore made these classes. A function of a notebook cell that raises one is sent to the ranks by cloudpickle,
 # which looks for a class in the module that it names, and otherwise makes another class there
