@@ -29,6 +29,22 @@ class Once(IterableDataset):
     def __init__(self): self.it = map(row, range(N))
     def __iter__(self): return self.it
 
+class Rewinds(IterableDataset):
+    "Is its own iterator, and begins again at each `iter`"
+    n_begun = 0
+    def __iter__(self):
+        self.i,self.n_begun = 0,self.n_begun+1
+        assert self.n_begun<9, 'it never ends'
+        return self
+    def __next__(self):
+        if self.i==N: raise StopIteration
+        self.i += 1
+        return row(self.i-1)
+
+class OwnLoader(Rewinds):
+    "The same, of batches: a loader of the user's"
+    def __next__(self): return default_collate([super().__next__()])
+
 class Deaf(DataLoader):
     "Reads its data set by itself, and no sampler"
     def __iter__(self): return iter([[t[i:i+self.batch_size] for t in self.dataset.tensors] for i in range(0, N, self.batch_size)])
@@ -63,7 +79,7 @@ def streams(*_):
     return {(how,w): fit(DataLoader(Stream(how, n[how]), bs(), num_workers=w)) for how in n for w in (0,2)}
 
 def others(*_):
-    return dict(once=fit(DataLoader(Once(), bs())), slices=fit(Slices(data(), bs())),
+    return dict(once=fit(DataLoader(Once(), bs())), rewinds=fit(DataLoader(Rewinds(), bs())), slices=fit(Slices(data(), bs())),
                 few=fit(DataLoader(Stream(None, 10), 1, num_workers=2)))
 
 @on_2_and_3
@@ -83,10 +99,12 @@ def test_each_sample_of_a_stream_counts_once(W, found):
 def test_loaders_that_read_in_their_own_way(W, found):
     one, = found(others, 1)
     for got in found(others, W):
-        for k in ('once','slices'):
+        for k in ('once','rewinds','slices'):
             assert got[k][1]==[*range(N)]
             if W==2: torch.testing.assert_close(got[k][0], one[k][0], rtol=0, atol=1e-12)
         assert got['few'][1]==sorted(2*[*range(10)])
+
+def test_a_loader_that_is_its_own_iterator(): assert fit(OwnLoader(), 2)[1]==sorted(2*[*range(N)])
 
 def evaluated(how, workers):
     "A validation loss and predictions over a stream, and whether it was found to be split"

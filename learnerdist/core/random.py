@@ -271,7 +271,7 @@ class Moment(IntEnum):
 def draw(items, rng:shared_rng, chunk:int=1, first:int=1):
     """Iterator over lists of `items`, which draw their random numbers from `rng`. It reads `first` items, then `chunk`
     at a time: each swap of random streams takes some 20 µs"""
-    with rng: it = iter(items)
+    with rng: it = islice(items, None) # what is its own iterator may begin again at each `iter`
     size = first
     while True:
         with rng: got = list(islice(it, size))

@@ -712,7 +712,7 @@ class Joined:
     def __init__(self, sampler, k): self.sampler,self.k = sampler,k
     def __len__(self): return math.ceil(len(self.sampler)/self.k)
     def __iter__(self):
-        it = iter(self.sampler)
+        it = islice(self.sampler, None)
         while bs := list(islice(it, self.k)): yield [*chain(*bs)]
 
 def widened(dl, k:int):

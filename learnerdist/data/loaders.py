@@ -10,6 +10,7 @@ import copy, inspect, sys, torch
 from collections.abc import Mapping
 from fastcore.basics import attrdict
 from functools import reduce
+from itertools import islice
 from pathlib import Path
 from torch import Tensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -205,7 +206,8 @@ class LoaderWrapper:
 
 def read_loader(dl):
     "Iterator over any loader"
-    return batches(dl) if type(dl) is DataLoader else iter(dl)
+    # a loader that is its own iterator may begin again at each `iter`
+    return batches(dl) if type(dl) is DataLoader else islice(dl, None)
 
 def batch_shape(dl)->tuple:
     """What a loader shows of its batches. dl: any loader; returns: (samples in a batch, None if not known; whether
