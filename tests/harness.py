@@ -73,10 +73,14 @@ of_process = {f'learnerdist.{o}' for o in (
     'core.env._counts','core.env._first_use','core.stacks._warned','core.compat.names','learner.learner.fit_flags',
     'learner.saving.in_folders','distributed.engine.context_callbacks')}
 
+@functools.lru_cache(1)
+def _ours(n):
+    "The names of the package's modules, among the `n` that there are: thousands"
+    return [o for o in list(sys.modules) if o.startswith('learnerdist')]
+
 def module_state():
     "What the modules of the package and their classes hold"
-    modules = [(k, m) for k,m in list(sys.modules.items()) if k.startswith('learnerdist')]
-    res = {k: v for name,m in modules for k,v in _values(name, m)}
+    res = {k: v for name in _ours(len(sys.modules)) for k,v in _values(name, sys.modules[name])}
     return {k: v for k,v in res.items() if k not in of_process}
 
 def changed(before):

@@ -2,7 +2,7 @@
 import random, re, threading, time
 from pathlib import Path
 from types import SimpleNamespace
-import fastai.basics as fb, learnerdist.fastai, numpy as np, pandas as pd, torch # noqa: F401
+import fastai.basics as fb, learnerdist.fastai, numpy as np, pandas as pd, pytest, torch # noqa: F401
 from fastai.callback.data import WeightedDL
 from torch import nn
 from torch.optim.swa_utils import update_bn
@@ -10,6 +10,8 @@ from harness import all_warnings, asking, error_of, on_2_and_3
 from helpers import Stream
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, default_collate
 from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, gather_objects, group_rank, num_distrib, rank_distrib
+
+pytestmark = pytest.mark.slow
 
 N = 24
 X = torch.arange(N, dtype=torch.double)[:,None]/N

@@ -10,6 +10,8 @@ from learnerdist.all import *
 from learnerdist.distributed.vote_links import Links, Phase
 from learnerdist.testing import run_ranks
 
+pytestmark = pytest.mark.slow
+
 BS = 4
 names = ('all_gather','all_gather_coalesced','all_gather_into_tensor','all_gather_object','all_reduce','all_reduce_coalesced','all_to_all',
          'all_to_all_single','barrier','batch_isend_irecv','broadcast','broadcast_object_list','gather','gather_object','isend',

@@ -5,6 +5,8 @@ from fastai.callback.all import *
 import learnerdist.fastai # noqa: F401
 from learnerdist.verify import verify
 
+pytestmark = pytest.mark.slow
+
 def data(n):
     x = torch.randn(n, 6, generator=torch.Generator().manual_seed(n))
     return list(zip(x, x[:,:3].argmax(1)))

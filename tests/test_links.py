@@ -8,6 +8,8 @@ from learnerdist.all import Callback, CancelTrainException, group_rank, process_
 from learnerdist.distributed.vote_links import GlooLinks, SocketLinks
 from learnerdist.testing import run_ranks
 
+pytestmark = pytest.mark.slow
+
 ways = pytest.mark.parametrize('env,way', [({}, SocketLinks), (dict(LOCAL_WORLD_SIZE='1'), GlooLinks)]) # the second: as on several machines
 
 def make(n=12):

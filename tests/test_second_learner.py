@@ -7,6 +7,8 @@ from helpers import weights
 from scenes import make, scene
 from learnerdist.all import Callback
 
+pytestmark = pytest.mark.slow
+
 c = scene(lr=.05)
 
 def ours(W, rank, dls=None):

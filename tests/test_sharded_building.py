@@ -15,6 +15,8 @@ from harness import close, in_group, needs_fsdp2, on_2_and_3
 from scenes import default_dtype
 from test_sharded import F64, case, run
 
+pytestmark = pytest.mark.slow
+
 class Block(nn.Module):
     def __init__(self, n=41, table='cpu'):
         super().__init__()
@@ -61,7 +63,6 @@ def files(folder):
     torch.save(without('emb.weight', state), folder/'e.pth') # the other name of a shared weight
     return ['a.pth','b.pth','c.safetensors','d.safetensors.index.json','e.pth']
 
-@pytest.mark.slow
 @needs_fsdp2
 @on_2_and_3
 def test_same_run_as_built_whole(W, tmp_path):

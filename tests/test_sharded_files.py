@@ -11,7 +11,7 @@ import test_sharded as sharded
 from harness import close, in_group, needs_fsdp2
 from test_sharded import Net, case, context, make
 
-pytestmark = needs_fsdp2
+pytestmark = [needs_fsdp2,pytest.mark.slow]
 def net(): return Net(tied=True)
 def ahead(p, lr): return Lookahead(torch.optim.AdamW(p, lr), k=2)
 train = partial(sharded.train, model=net, opt=ahead, n_epoch=2) # of 3 steps
@@ -161,7 +161,6 @@ def soak(folder, seed, rounds, background):
         steps.append(found and found.info['step'])
     return steps,run_ranks(in_group, 2, train, folder, True, every=1)
 
-@pytest.mark.slow
 @pytest.mark.parametrize('seed,rounds,background', [(1,2,False), pytest.param(2, 12, False, marks=pytest.mark.long),
                                                     pytest.param(3, 12, True, marks=pytest.mark.long)])
 def test_killed_while_writing(seed, rounds, background, two, tmp_path):

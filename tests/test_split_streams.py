@@ -11,6 +11,8 @@ from helpers import OneFloat
 from learnerdist.all import Callback, DataLoaders, Learner, gather_objects, num_distrib, rank_distrib
 from learnerdist.data.distributed_dl import reindexed
 
+pytestmark = pytest.mark.slow
+
 N = 22
 
 def row(i): return torch.tensor([i/N, 1.], dtype=torch.double),torch.tensor([i/N], dtype=torch.double)

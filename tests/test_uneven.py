@@ -9,6 +9,8 @@ from scenes import Cancels, make, normed, result, scene, sgd
 from learnerdist.all import *
 from learnerdist.testing import run_ranks
 
+pytestmark = pytest.mark.slow
+
 BS = 4
 
 def data(n, seed):
