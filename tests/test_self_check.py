@@ -605,5 +605,32 @@ class Autocast(Callback):
     def after_loss(self): self.ctx.__exit__(None, None, None)
 def autocast(): return short(dtype=torch.float32, cbs=Autocast())
 
-found = asking(alone=(scripts, all_domains, remedies, on_two, unused, offences, checked, validates_alone,
+def shaken(b):
+    "Draws for a batch, which the check does not collate again: each rank looks at samples of its own"
+    torch.rand(1)
+    return tuple(map(torch.stack, zip(*b)))
+def of_marked(p, y, marks): return (marks*(p-y).square().mean(1)).sum()/marks.sum()
+def marked(at=1):
+    "Rank 1 alone, whose first sample is not marked, can see what the loss is the mean over"
+    marks = torch.ones(48).double()
+    marks[at] = 0
+    dls = DataLoaders(DataLoader(TensorDataset(*data().tensors, marks), size(), collate_fn=shaken), n_inp=1)
+    return Learner(dls, net(), of_marked, sgd)
+
+def masked_pairs():
+    "fastai's learner asks `dls`, and no loader, what the inputs are; the first two of four samples have one item"
+    from fastai.basics import DataLoaders, Learner, SGD, TfmdDL
+    from learnerdist import fastai # noqa: F401
+    items = [(*o,tensor(i%3)) for i,o in enumerate(zip(*[t.float() for t in data().tensors]))]
+    dls = DataLoaders(*[TfmdDL(items, size()) for _ in range(2)])
+    dls.n_inp = 1
+    return Learner(dls, net().float(), lambda p, y, k: of_marked(p, y, (k>0).float()), opt_func=SGD, lr=.1)
+
+def on_ones_own(*_): return all_of([marked,masked_pairs])
+
+def test_what_one_rank_alone_sees_is_heard_on_all(found):
+    for k,(_,messages) in found(on_ones_own, 2)[0].items():
+        assert [o.split()[0] for o in messages]==['[loss-not-mean]'], (k,messages)
+
+found = asking(alone=(on_ones_own, scripts, all_domains, remedies, on_two, unused, offences, checked, validates_alone,
                       cancels_in_the_loss, leaves_alone))

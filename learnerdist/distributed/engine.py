@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/distributed/10_engine.ipynb #eng03
 import logging,sys
 from contextlib import ExitStack,contextmanager,nullcontext
-from functools import cached_property
 from itertools import chain,count,islice
 
 import torch
@@ -187,10 +186,6 @@ class Lockstep(LoaderWrapper):
     "A rank's share of a loader, whose loop ends at the same step on all ranks"
     def __init__(self, dl, engine):
         self.dl,self.engine = dl,engine
-    @cached_property
-    def n_inp(self):
-        "Of the loader; fastai's reads a sample to find it, and there may be none"
-        return getattr(self.dl, 'n_inp', getattr(self.engine.learn.dls, 'n_inp', None))
     def __len__(self): return len(self.dl)
     def __iter__(self):
         e = self.engine
@@ -210,7 +205,7 @@ class Lockstep(LoaderWrapper):
                 e.ballot.phase = Phase.valid_batch
                 if e.sharded: e.sharded.join_batch(self._inputs(next(o[0] for o in others if o)))
 
-    def _inputs(self, b): return split_batch(to_device(b, self.engine.device), self.n_inp)[0]
+    def _inputs(self, b): return split_batch(to_device(b, self.engine.device), self.engine.adapter.n_inp())[0]
 
     def _alike(self):
         "An iterator; what ranks read first of a stream is compared"
@@ -269,7 +264,7 @@ def runs_out(engine, dl):
 def _compute(engine, dl, room): # room: memory that is held meanwhile
     learn = engine.learn
     model = get_model(engine.learn.model)
-    xb,yb = split_batch(to_device(dl.one_batch(), engine.device), getattr(learn.dls, 'n_inp', None))
+    xb,yb = split_batch(to_device(dl.one_batch(), engine.device), engine.adapter.n_inp())
     model.train()
     with autocast_of(learn): res = (learn.loss_func or loss_of_model)(call_model(model, xb, model), *yb)
     if type(res) is tuple: res = res[0]

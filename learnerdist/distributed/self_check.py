@@ -67,7 +67,7 @@ def collated(learn, items:list):
         before = rng_state()
         b = pipe(after, to_device(collate(items), learn.device))
         need(not drawn_since(before), 'the loader draws random numbers for a batch')
-    return split_batch(kept(b), getattr(learn.dl, 'n_inp', getattr(learn.dls, 'n_inp', None)))
+    return split_batch(kept(b), learn.runner.adapter.n_inp())
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc09b
 def _quiet(model, training):
@@ -190,7 +190,9 @@ class SelfCheck:
         cancels,every = zip(*gather_objects((cancelled,found)))
         if all(cancels): return # the next batch
         self.due = False
-        if not e.sharded: self._judge(every[0])
+        # where ranks have looked at samples of their own, each may be the only one to find something
+        telling = (o for o in every if o and (o.mixes or o.kind=='other'))
+        if not e.sharded: self._judge(next(telling, every[0]))
 
     def _look(self)->Found:
         "None if it cannot be computed: neither in evaluation nor in training"

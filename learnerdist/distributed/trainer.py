@@ -162,6 +162,9 @@ class Adapter(Callback, ABC):
 
     # --- what a kind of Learner says ---
 
+    def n_inp(self)->int:
+        "How many elements of a batch are inputs of the model; None: all but the last"
+        return getattr(self.learn.dl, 'n_inp', getattr(self.learn.dls, 'n_inp', None))
     @abstractmethod
     def set_device(self, device):
         "Let the loaders put their batches on `device`"

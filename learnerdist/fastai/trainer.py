@@ -413,6 +413,7 @@ class DistributedTrainer(Adapter):
 
     # --- what the engine asks, see `Adapter` ---
 
+    def n_inp(self): return getattr(self.learn.dls, 'n_inp', None) # as fastai's learner, which asks no other loader
     def set_device(self, device):
         "Let the loaders put their batches on `device`"
         for dl in self.dls.loaders:
