@@ -1374,6 +1374,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'learnerdist/distributed/engine.py'),
                                                 'learnerdist.distributed.engine.Lockstep._warn_uneven': ( 'distributed/engine.html#lockstep._warn_uneven',
                                                                                                           'learnerdist/distributed/engine.py'),
+                                                'learnerdist.distributed.engine.Lockstep.n_inp': ( 'distributed/engine.html#lockstep.n_inp',
+                                                                                                   'learnerdist/distributed/engine.py'),
                                                 'learnerdist.distributed.engine._compute': ( 'distributed/engine.html#_compute',
                                                                                              'learnerdist/distributed/engine.py'),
                                                 'learnerdist.distributed.engine.autocast_of': ( 'distributed/engine.html#autocast_of',

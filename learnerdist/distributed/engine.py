@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/distributed/10_engine.ipynb #eng03
 import logging,sys
 from contextlib import ExitStack,contextmanager,nullcontext
+from functools import cached_property
 from itertools import chain,count,islice
 
 import torch
@@ -186,6 +187,10 @@ class Lockstep(LoaderWrapper):
     "A rank's share of a loader, whose loop ends at the same step on all ranks"
     def __init__(self, dl, engine):
         self.dl,self.engine = dl,engine
+    @cached_property
+    def n_inp(self):
+        "Of the loader, asked once; fastai's reads a sample to find it, and there may be none"
+        return getattr(self.dl, 'n_inp', getattr(self.engine.learn.dls, 'n_inp', None))
     def __len__(self): return len(self.dl)
     def __iter__(self):
         e = self.engine
