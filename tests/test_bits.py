@@ -104,8 +104,9 @@ scenes = dict(
     cancelled_late=of_bits(cbs=lambda: [OnOneRank('after_loss', CancelBatchException, 2, 0)]),
     fit_cancelled=of_bits(cbs=lambda: [OnOneRank('before_backward', CancelFitException, 4, 6)]),
     buffer=of_bits(model=Shifted, loss=Centred, warns=('loss-not-mean',)), own_draws=of_bits(model=Noisy, cbs=lambda: [Jitters()]),
-    # in one process, too, the kind of a loss is found from samples that are read, since this batch cannot be cut
-    columns=of_bits(model=columns, loss=sum_of_columns, lr=.001, metrics=[], preds=False),
+    # in one process, too, the kind of a loss is found from samples that are read, since this batch cannot be cut; x·12/12
+    # is not always x
+    columns=of_bits(model=columns, loss=sum_of_columns, lr=.001, metrics=[], preds=False, dtype=F64, fits=[6]),
     torchs_sync_bn=of_bits(model=synced, warns=by_part), layouts=of_bits(ds=pictures, model=Laid),
     # the last part of one process, and of one of two ranks: the others go on, so the step is taken
     cancelled_after_a_backward_pass=of_bits(cbs=lambda: [OnOneRank('after_backward', CancelFitException, 1, 7)]),

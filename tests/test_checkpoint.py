@@ -225,7 +225,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
         learn.fit(1, cbs=Checkpoint('ckpt'), resume=True)
     info = {k:v for k,v in json.loads((last/'manifest.json').read_text()).items() if k!='crc32'} | dict(format=99)
     (last/'manifest.json').write_text(json.dumps(info | dict(crc32=snapshot._crc(info))))
-    with pytest.raises(ValueError, match='has format 99, and this learnerdist reads 5'): again(tmp_path)
+    with pytest.raises(ValueError, match='has format 99, and this learnerdist reads 6'): again(tmp_path)
     with pytest.raises(ValueError, match='give the fit a Checkpoint'): learn.fit(1, resume=True)
     for kw in (*(dict(every=o) for o in (0, -1, 2.5, 'step', True, timedelta())), dict(keep=0)):
         with pytest.raises(ValueError, match=f'{[*kw][0]}='): Checkpoint('ckpt', **kw)

@@ -330,4 +330,4 @@ def test_a_file_sets_only_what_fit_state_names():
 def test_the_state_of_a_callback_that_rank_0_alone_has():
     "A restart with fewer ranks"
     states = [dict(a=dict(seen=torch.tensor(2.)), b=dict(n=torch.tensor(5.))),dict(a=dict(seen=torch.tensor(1.)))]
-    assert [state_of_rank([], states, r, False) for r in (0,1)]==[dict(a=dict(seen=3.), b=dict(n=5.)),dict(a=dict(seen=0.), b=dict(n=0.))]
+    assert [state_of_rank(states, r) for r in (0,1)]==[dict(a=dict(seen=3.), b=dict(n=5.)),dict(a=dict(seen=0.), b=dict(n=0.))]

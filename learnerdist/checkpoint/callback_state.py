@@ -19,7 +19,8 @@ from ..learner.losses import copied
 from ..core.random import rng_state,set_rng_state
 from ..core.shards import map_tensors
 from ..distributed.engine import autocast_of
-from ..distributed.loops import add_totals,zero_of
+from ..distributed.loops import zero_of
+from ..distributed.parts import tree_sum
 from ..core.stacks import need
 from .snapshot import are_plain,to_plain
 
@@ -74,18 +75,15 @@ def _load(cb, state, kind):
         if isinstance(old, list): old[:] = v # other callbacks may hold the same list
         else: setattr(cb, k, L(v) if isinstance(old, L) else v)
 
-def state_of_rank(cbs, states:list, rank:int, adds_up:bool)->dict:
-    """On another number of ranks, rank 0 gets the sum over the old ranks' `rank_state`, and other ranks get zeros.
-    adds_up: whether the loss is a sum, S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ"""
+def state_of_rank(states:list, rank:int)->dict:
+    "On another number of ranks, rank 0 gets the sum over the old ranks' `rank_state`, and other ranks get zeros"
     res = {}
-    keyed = _keyed(cbs)
     for k,state in states[0].items():
         res[k] = {}
-        totals = getattr(type(keyed.get(k)), 'totals_by_step', None)
         for name in state:
             # rank 0 may have more callbacks than the others
             parts = [o[k][name] for o in states if k in o]
-            whole = add_totals(parts, adds_up and totals==name)
+            whole = tree_sum(parts)
             res[k][name] = torch.zeros_like(whole) if rank else whole
     return res
 

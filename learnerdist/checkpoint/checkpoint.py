@@ -28,7 +28,6 @@ from ..data.loaders import to_device
 from ..distributed.comparison import tensors_beside
 from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
-from ..learner.losses import loss_over
 from ..learner.techniques import callbacks_of,trained_weights
 from .callback_state import check_model,check_run,config_changes,load_states
 from .callback_state import horizons,rebuild_buckets,state_of_rank,states_of,unpacked
@@ -168,7 +167,6 @@ class FitState:
         at = dict(phase=phase, epoch=self.epoch+(phase=='done'), step=learn.train_iter)
         at |= dict(pct_train=learn.pct_train, n_epoch=learn.n_epoch, fit=self.n_fit)
         at |= dict(seed=e and e.seed, epochs_before=e and e.epochs_before, world=self.world)
-        at['loss_adds_up'] = self.many and loss_over(learn).kind=='sum'
         cbs = states_of(learn.cbs, 'fit_state')
         own = dict(loader=None, streams=None, cbs=states_of(learn.cbs, 'rank_state'))
         # callbacks may change them in place meanwhile
@@ -232,7 +230,6 @@ class FitState:
         loss = self.loaded.get('loss', {})
         for k,t in self.of_loss().items(): t.data.copy_(loss.get(k, t))
         self.alike = at['world']==self.world
-        self.adds_up = at['loss_adds_up']
         self.initial_buckets = at['step']>0 and self.world>2
         if self.engine and at['seed'] is not None: self.engine.loaders.go_on(at['seed'], at['epochs_before'])
         self.load_callbacks()
@@ -253,7 +250,7 @@ class FitState:
         text = f'{self.source} has the state of {", ".join(lost)}, which this fit does not have'
         if lost: warn('unused-state', text)
         own = [o['cbs'] for o in self.loaded['ranks']]
-        part = own[self.rank] if self.alike else state_of_rank(cbs, own, self.rank, self.adds_up)
+        part = own[self.rank] if self.alike else state_of_rank(own, self.rank)
         load_states(cbs, part, 'rank_state')
 
     def go_back(self, at:dict):

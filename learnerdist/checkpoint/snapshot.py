@@ -27,7 +27,7 @@ from ..core.weights import DamagedFile,load_plain,map_bytes,save_sealed
 from ..learner.saving import in_folders
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c005
-format_version = 5 # Of a snapshot's files; other versions are not read
+format_version = 6 # Of a snapshot's files; other versions are not read
 
 plain_types = {type(None),bool,int,float,complex,str,bytes}
 _numbers = 'biufc' # numpy's kinds of them

@@ -28,15 +28,15 @@ from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_d
 from ..data.dealing import dealer_of,factors
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import need_equal,options_of,same_data,same_fit,same_model,same_optimizer,shown
-from .loops import Accumulation,EvaluationLoop,Loop,TrainingLoop,add_totals,cancelled_loop,source_of
-from .parts import Step,take_grads
+from .loops import Accumulation,EvaluationLoop,Loop,TrainingLoop,cancelled_loop,source_of
+from .parts import Step,take_grads,tree_sum
 from .replica import Replica,broadcast_module
 from .self_check import SelfCheck
 from .sharded import Sharded
 from .shares import evaluated,global_batch
 from .vote_links import Asks,Message,Outcome,Phase,cast,open_links,scopes
 from ..learner.learner import Runner,advise_on_memory,get_model,is_oom
-from ..learner.losses import loss_of_model,loss_over
+from ..learner.losses import loss_of_model
 from ..learner.predictions import Unshared
 
 _log = logging.getLogger(__name__)
@@ -590,8 +590,8 @@ class Engine(Runner):
         finally: running.set(outer)
 
     def add_up(self, parts:list)->Tensor:
-        "What the recorder has of steps, (steps,k): loss × items, items, …; from the same of this rank's parts of them"
-        return add_totals(parts, loss_over(self.learn).kind=='sum')
+        "What the recorder has of steps, (steps,k), from the same of this rank's parts of them"
+        return tree_sum(parts)
 
     def all_params(self)->list:
         "The parameters of the model and of the optimizer"

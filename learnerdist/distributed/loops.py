@@ -26,13 +26,13 @@ from .shares import step_rows
 from .vote_links import Asks,Message,Outcome,Phase,cast,loops,outcome,widest
 from ..learner.callback import inner_events
 from ..learner.learner import LocalLoop,get_model
-from ..learner.losses import loss_kind,loss_over,n_items,unweighted
+from ..learner.losses import loss_kind,loss_over,n_items
 from ..learner.techniques import scale_grads
 
 # %% ../../nbs/distributed/09_loops.ipynb #9b0cdfb7
 class Kind(ABC):
-    """How the gradients of parts add up, for a kind of loss. How its values do is `add_totals`; what a part counts is
-    `MeanOver`"""
+    """How the gradients of parts add up, for a kind of loss. How its values do is `recorded_loss`; what a part counts
+    is `MeanOver`"""
     corrects = False # Whether gradients are multiplied by c/N at the end of a step
     def begin(self, loss, part:Part, n_parts:int): # noqa: B027
         "Before callbacks add something to the loss of a part. n_parts: of all ranks"
@@ -84,22 +84,14 @@ def zero_of(pred):
     return sum(o.sum()*0 for o in tree_leaves(pred) if isinstance(o, Tensor) and o.requires_grad)
 
 # %% ../../nbs/distributed/09_loops.ipynb #5f1c20ab
-def total_losses(learn, totals:Tensor, n:int)->Tensor:
+def total_losses(totals:Tensor, n:int)->Tensor:
     """The totals over all ranks of each of `n` steps, of those that any rank has recorded. `totals` are this rank's,
-    (steps,k), float64, CPU: loss × items, items, and what else adds up. A sum adds up: S = ΣSᵣ; a mean is ΣnᵣLᵣ/Σnᵣ.
-    Sync point"""
+    (steps,k), float64, CPU: three of `recorded_loss`, and what else adds up. Sync point"""
     # 1: this rank has recorded the step
     own = torch.cat([totals, totals.new_ones((len(totals),1))], 1)
     own = torch.cat([own, own.new_zeros((max(n-len(own), 0),own.shape[1]))])[:n]
-    totals = add_totals(gather_alike(own), loss_over(learn).kind=='sum')
+    totals = tree_sum(gather_alike(own))
     return totals[totals[:,-1]>0,:-1]
-
-def add_totals(parts:list, adds_up:bool)->Tensor:
-    "The totals of several parts, in the order of the tree: (…,k), loss × items, items, …"
-    if len(parts)==1: return parts[0]
-    if adds_up: parts = [torch.cat([unweighted(o[...,:1], o[...,1:2]), o[...,1:]], -1) for o in parts]
-    res = tree_sum(parts)
-    return torch.cat([res[...,:1]*res[...,1:2], res[...,1:]], -1) if adds_up else res
 
 # %% ../../nbs/distributed/09_loops.ipynb #95d00497
 class _Gather(torch.autograd.Function):

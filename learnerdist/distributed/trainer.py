@@ -209,7 +209,7 @@ class DistributedTrainer(Adapter):
     def record(self):
         "Let the Recorder have this loop's losses over all ranks. Sync point"
         rec = vars(self.learn).get('recorder')
-        if rec: rec.totals = total_losses(self.learn, rec.totals, self.engine.loop.n_steps)
+        if rec: rec.totals = total_losses(rec.totals, self.engine.loop.n_steps)
     def counts(self)->bool:
         "Whether the current batch of an evaluation counts"
         return has_result(self.learn)

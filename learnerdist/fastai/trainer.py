@@ -39,7 +39,7 @@ from ..distributed.trainer import Adapter,AfterOthers
 from .loaders import ShareDL
 from ..learner.callback import Callback,cancels,inner_events
 from ..learner.learner import check_targets
-from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,recorded_items,weighted
+from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,recorded_loss,times_items
 from ..learner.metrics import Batches,Rows,Sums,reduction
 from ..learner.recorder import as_totals
 from ..learner.techniques import meet_in_step
@@ -197,7 +197,7 @@ class EpochLosses:
     "This rank's losses in the training loop of an epoch; at its end fastai's Recorder has those of all ranks"
     def __init__(self, engine):
         self.engine = engine
-        self.steps = [] # Of each step and part: loss × items, items, whether it has a loss
+        self.steps = [] # Of each step and part: three of `recorded_loss`, whether it has a loss
         self.parts = [] # The same of each part of the present step so far
         self.begun = None # Of the Recorder before the epoch: how many losses it had; its smoothed loss
 
@@ -212,10 +212,8 @@ class EpochLosses:
         reads it. Sync point then"""
         learn,loop = self.engine.learn,self.engine.loop
         has_loss = has_loss and not learn.repeated
-        n = recorded_items(learn) if has_loss else 0
-        total = weighted(learn.loss.detach().mean(), n)
         # with has_loss, since a batch of which no item counts has the loss NaN
-        self.parts.append((total,n,has_loss))
+        self.parts.append((*(recorded_loss(learn) if has_loss else (0.,0,0.)),has_loss))
         if loop.more_parts: return
         # read at the end of the loop, so that nobody waits for a device
         self.steps.append(self.parts)
@@ -223,7 +221,7 @@ class EpochLosses:
         cbs = vars(learn).get('cbs', ())
         reads_loss = any(is_named(type(cb), 'AdaptiveGANSwitcher') for cb in cbs)
         if 'lr_finder' not in vars(learn) and not reads_loss: return
-        total,n,has_loss = total_losses(learn, as_totals(learn, self.steps[-1:]), 1)[0]
+        total,n,has_loss = times_items(total_losses(as_totals(learn, self.steps[-1:]), 1))[0]
         if has_loss: learn.loss = (total/n).to(learn.loss)
 
     def record(self):
@@ -234,7 +232,8 @@ class EpochLosses:
         rec.losses = rec.losses[:start]
         rec.lrs = rec.lrs[:start+n]
         loss = torch.tensor(0.)
-        for total,count,has_loss in total_losses(learn, as_totals(learn, self.steps[:n]), n) if n else ():
+        totals = times_items(total_losses(as_totals(learn, self.steps[:n]), n)) if n else ()
+        for total,count,has_loss in totals:
             if has_loss: loss = (total/count).to(smooth.val)
             smooth.accumulate(SimpleNamespace(loss=loss))
             rec.losses.append(smooth.value)
@@ -277,7 +276,6 @@ class DistributedTrainer(Adapter):
     kinds = tuple(cancels.values())
     share_class = ShareDL
     rank_state = ('all_steps',)
-    totals_by_step = 'all_steps'
     looping = False # Whether it is in a loop over batches
     trained = has_loss = False # this fit; this batch
     saved = None # before lr_find

@@ -23,7 +23,7 @@ from ..data.loaders import loaders_of
 from .callback import Callback,CancelEpochException,CancelFitException,Order
 from .learner import Learner,group_lrs
 from .loggers import LogWriter
-from .losses import loss_over,unweighted
+from .losses import times_items
 from .recorder import as_totals
 from .schedule import Scheduler,TrackerCallback
 
@@ -85,11 +85,9 @@ class LRFinder(Callback):
 
     def batch_loss(self):
         "The loss of the global batch; None if it was cancelled. Sync point"
-        total = as_totals(self.learn, self.recorder.steps[-1:])[0,:2]
-        adds_up = loss_over(self.learn).kind=='sum'
-        if adds_up: total[0] = unweighted(total[0], total[1])
-        loss,n = self.runner.total(total)
-        if n: return (loss if adds_up else loss/n).item()
+        totals = self.runner.total(as_totals(self.learn, self.recorder.steps[-1:]))
+        total,n,_ = times_items(totals)[0]
+        if n: return (total/n).item()
 
     def after_train(self): raise CancelEpochException # no validation
 

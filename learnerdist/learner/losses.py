@@ -151,7 +151,8 @@ def _copied(o):
 def as_mean(total, n):
     "(mean, count) for a loss given as a sum and a count; the mean is 0 if the count is 0"
     # a number is filled in: a copy to a device would wait
-    return unweighted(total, n.to(total) if isinstance(n, Tensor) else total.new_full((), n)),n
+    count = n.to(total) if isinstance(n, Tensor) else total.new_full((), n)
+    return total/count.clamp(min=torch.finfo(total.dtype).tiny),n
 
 # %% ../../nbs/learner/00_losses.ipynb #ceff65e0s1
 def weighted(mean, n)->Tensor:
@@ -164,10 +165,6 @@ def weighted(mean, n)->Tensor:
     if not isinstance(n, Tensor): return mean*n if n else torch.zeros_like(mean)
     n = n.to(device)
     return torch.where(n==0, 0., mean*n)
-
-def unweighted(total:Tensor, n:Tensor)->Tensor:
-    "The inverse of `weighted`: `total` divided by `n`; 0 where `n` is 0, NaN where `total` is NaN"
-    return total/n.clamp(min=torch.finfo(total.dtype).tiny)
 
 def cut(b, n:int, i:int, j:int):
     """Some samples of a batch. ValueError if not every leaf is a tensor of `n` rows. b: nested tensors; n: number of
@@ -301,13 +298,20 @@ def n_items(learn, over=None):
     if not isinstance(n, Tensor): return n
     return n.detach().to(wide_dtype(n.device))
 
-def recorded_items(learn):
-    "As `n_items`, but next to nothing for a loss of 0 over none: if nobody has one, 0 is recorded, and not 0/0"
-    n = n_items(learn)
-    if getattr(n, 'is_cpu', True) and n: return n # without asking a device
-    loss = learn.loss.detach().mean()
-    n = torch.as_tensor(n, dtype=wide_dtype(loss.device), device=loss.device)
-    return n.where((n!=0)|(loss!=0), torch.finfo(n.dtype).tiny)
+def recorded_loss(learn)->tuple:
+    """What adds up over the parts of a step, after its loss: (loss × items, items, 0.); of a sum (0., items, loss).
+    Items are as in `n_items`, but next to nothing for a loss of 0 over none: if nobody has one, 0 is recorded, and not
+    0/0"""
+    over = loss_over(learn)
+    loss,n = learn.loss.detach().mean(),n_items(learn, over)
+    if not (getattr(n, 'is_cpu', True) and n): # without asking a device
+        n = torch.as_tensor(n, dtype=wide_dtype(loss.device), device=loss.device)
+        n = n.where((n!=0)|(loss!=0), torch.finfo(n.dtype).tiny)
+    return (0.,n,weighted(loss, 1)) if over.kind=='sum' else (weighted(loss, n),n,0.)
+
+def times_items(totals:Tensor)->Tensor:
+    "From (steps,k), what `recorded_loss` gives of all parts, and more: (steps,k-1), loss × items, items, and more"
+    return torch.cat([totals[:,:1]+totals[:,2:3]*totals[:,1:2], totals[:,1:2], totals[:,3:]], 1)
 
 @torch.no_grad()
 def probe_loss(learn):

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.env import is_rank0,wide_dtype
 from ..core.stacks import need,warn
 from ..data.loaders import data_len
-from .losses import batch_rows,recorded_items,unread_loss,weighted
+from .losses import batch_rows,recorded_loss,times_items,unread_loss
 from .callback import Callback,Order
 from .learner import defaults
 from .metrics import AvgLoss,mk_metrics
@@ -28,7 +28,6 @@ class Recorder(Callback):
     early = 'after_epoch', # so that any callback reads the values of the epoch that has ended
     fit_state = 'lrs','iters','losses','values','log'
     rank_state = 'totals',
-    totals_by_step = 'totals' # The name in `rank_state`: loss × items, items, …, of each step
     def __init__(self):
         self.avg_loss = AvgLoss()
         self.mets = []
@@ -89,8 +88,8 @@ class Recorder(Callback):
         return [m.value for m in self.valid_mets]
     @property
     def totals(self)->Tensor:
-        """The totals of this epoch's steps so far, (steps,3), float64, CPU: loss × items, items, samples; of this rank,
-        until their sum over ranks is assigned"""
+        """The totals of this epoch's steps so far, (steps,4), float64, CPU: three of `recorded_loss`, samples; of
+        this rank, until their sum over ranks is assigned"""
         return as_totals(self.learn, self.all_steps())
     @totals.setter
     def totals(self, v): self.steps = [[tuple(o)] for o in v]
@@ -105,10 +104,8 @@ class Recorder(Callback):
                 for m in self.valid_mets: m.accumulate(learn)
             return
         if self.n_before==learn.train_iter and not loop.more_parts: return # it is recorded
-        part = 0.,0,0
-        if n:
-            items = recorded_items(learn)
-            part = weighted(learn.loss, items),items,n
+        part = 0.,0,0.,0
+        if n: part = *recorded_loss(learn),n
         self.parts.append(part)
         if loop.more_parts: return
         self.n_before = learn.train_iter
@@ -126,6 +123,7 @@ class Recorder(Callback):
 
     def flush(self, totals:Tensor):
         "Enter `totals` into the history"
+        totals = times_items(totals)
         self.losses += (totals[:,0]/totals[:,1]).tolist()
         self.n_samples = totals[:,2].sum().item()
         self.steps = []
@@ -201,7 +199,7 @@ def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 def as_totals(learn, steps:list)->Tensor:
     """The numbers of steps as one tensor on the CPU. steps: of each the numbers of its parts on this rank, as
     `all_steps` gives them; returns: as `totals` gives them"""
-    if not steps: return torch.zeros(0, 3, dtype=torch.double)
+    if not steps: return torch.zeros(0, 4, dtype=torch.double)
     rows = torch.stack([stacked(o) for o in zip(*chain(*steps))], 1)
     sums = []
     for n,same in groupby(steps, len): # a step before a resume has one row
