@@ -2546,6 +2546,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                             'learnerdist.fastai.trainer._': ('fastai/trainer.html#_', 'learnerdist/fastai/trainer.py'),
                                             'learnerdist.fastai.trainer._stay_local': ( 'fastai/trainer.html#_stay_local',
                                                                                         'learnerdist/fastai/trainer.py'),
+                                            'learnerdist.fastai.trainer.counts_batches': ( 'fastai/trainer.html#counts_batches',
+                                                                                           'learnerdist/fastai/trainer.py'),
                                             'learnerdist.fastai.trainer.gatherers': ( 'fastai/trainer.html#gatherers',
                                                                                       'learnerdist/fastai/trainer.py'),
                                             'learnerdist.fastai.trainer.is_named': ( 'fastai/trainer.html#is_named',

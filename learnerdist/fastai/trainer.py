@@ -218,8 +218,7 @@ class EpochLosses:
         # read at the end of the loop, so that nobody waits for a device
         self.steps.append(self.parts)
         self.parts = []
-        cbs = vars(learn).get('cbs', ())
-        reads_loss = any(is_named(type(cb), 'AdaptiveGANSwitcher') for cb in cbs)
+        reads_loss = any(is_named(type(cb), 'AdaptiveGANSwitcher') for cb in learn.cbs)
         if 'lr_finder' not in vars(learn) and not reads_loss: return
         total,n,has_loss = times_items(total_losses(as_totals(learn, self.steps[-1:]), 1))[0]
         if has_loss: learn.loss = (total/n).to(learn.loss)
@@ -264,7 +263,10 @@ def is_named(cls, *names)->bool:
 parts = Adapter,AfterOthers # What a context adds to a learner's callbacks
 # fastai's that count batches: they hear `after_batch` once a step, after its last part
 _counting = TrainEvalCallback,Recorder,ParamScheduler,ProgressCallback
-_switchers = 'FixedGANSwitcher','AdaptiveGANSwitcher' # these, too
+def counts_batches(cb)->bool:
+    "Whether a callback counts batches: one of those, or of fastai's that decide when a GAN switches"
+    return isinstance(cb, _counting) or is_named(type(cb), 'FixedGANSwitcher', 'AdaptiveGANSwitcher')
+
 # fastai's in whose `before_step` ranks wait for one another, where a model is sharded
 _all_grads = GradientClip,MixedPrecision
 
@@ -305,8 +307,7 @@ class DistributedTrainer(Adapter):
 
     def _call_one_of(self, cb, event):
         if event=='before_step' and isinstance(cb, _all_grads): meet_in_step(self.learn)
-        by_step = isinstance(cb, _counting) or is_named(type(cb), *_switchers)
-        if event=='after_batch' and self.engine.loop.more_parts and by_step: return
+        if event=='after_batch' and self.engine.loop.more_parts and counts_batches(cb): return
         if isinstance(cb, parts):
             if not self.alone and (self.looping or event not in inner_events): cb(event)
         elif (writes(type(cb)) or self.rank0s and cb in self.rank0s) and group_size()>1: self._call_on_rank0(cb, event)
