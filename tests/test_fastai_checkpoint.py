@@ -2,7 +2,9 @@
 from contextlib import nullcontext
 import pytest
 from fastai.text.all import *
+from fastai.callback.fp16 import ModelToHalf, NonNativeMixedPrecision
 from harness import all_warnings
+from helpers import At
 from learnerdist.all import EMA
 from learnerdist.checkpoint.checkpoint import preempted_status
 from learnerdist.checkpoint.position import set_streams,streams_now
@@ -136,6 +138,21 @@ def test_predictions_of_a_callback_lose_no_state(tmp_path):
     learn = learner(tmp_path)
     with learn.no_bar(), learn.distrib_ctx(seed=1): learn.fit(3, cbs=[Predicts(), Checkpoint('ckpt', keep=9)])
     assert [o.name[:10] for o in sorted((tmp_path/'ckpt').iterdir())]==['epoch_0001','epoch_0002','epoch_0003']
+
+class OnCPU(NonNativeMixedPrecision):
+    "It asks for a GPU"
+    dls = SimpleNamespace(device=torch.device('cuda'))
+
+def test_half_precision_goes_on_with_its_float32_weights(tmp_path):
+    def fit(path, stop=(), resume=False):
+        learn = learner(path)
+        learn.model[3].p = 0.
+        cbs = [ModelToHalf(), OnCPU(max_loss_scale=2**15, scale_wait=2), Checkpoint('ckpt', 1), *stop] # some scales overflow
+        with learn.no_bar(), learn.distrib_ctx(seed=1): learn.fit(2, cbs=cbs, resume=resume)
+        return digest(learn.model.state_dict()),list(learn.recorder.values),cbs[1].loss_scale
+    whole = fit(tmp_path/'whole')
+    with pytest.raises(ZeroDivisionError): fit(tmp_path/'stop', [At(7)])
+    assert fit(tmp_path/'stop', resume=True)==whole
 
 def in_global_batches(path, resume=False):
     "A fit in global batches of 12 samples, on any number of ranks"

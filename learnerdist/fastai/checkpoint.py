@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.fp16 import MixedPrecision,NonNativeMixedPrecision
 from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
@@ -83,6 +83,10 @@ def _scaler(cb): return cb.learn.scaler.state_dict() if getattr(cb.learn, 'scale
 def _set_scaler(cb, v):
     if v: cb.learn.scaler.load_state_dict(v)
 
+def _masters(cb): return [p.detach() for ps in vars(cb).get('master_pgs', ()) for p in ps]
+def _set_masters(cb, v): # else the first step would give the model the weights from before
+    for p,o in zip(_masters(cb), v): p.copy_(o)
+
 fit_states = { # By class, by name: None for an attribute, else how to read and to set it
     Recorder: dict.fromkeys(('lrs','iters','values','log'))|dict(
         all_losses=(_losses,_set_losses), smooth=(_smooth,_set_smooth), n_metered=(_n_metered,_warns(_metered))),
@@ -91,7 +95,8 @@ fit_states = { # By class, by name: None for an attribute, else how to read and 
     ShowGraphCallback: dict(epoch_ends=(_epoch_ends,_set_epoch_ends)),
     GradientAccumulation: dict(pending=(_pending,_warns(_lost))),
     CSVLogger: dict(written=(_text,_set_text)),
-    MixedPrecision: dict(scaling=(_scaler,_set_scaler))}
+    MixedPrecision: dict(scaling=(_scaler,_set_scaler)),
+    NonNativeMixedPrecision: dict.fromkeys(('loss_scale','count'))|dict(masters=(_masters,_set_masters))}
 for _cls,_state in fit_states.items():
     _cls.fit_state = (*_state,)
     for _k,_o in _state.items():
