@@ -166,14 +166,16 @@ def looks(dls, W):
         return len(learn.dls.train),torch.cat(whole),torch.cat(rows)
 
 def of_a_share(W, rank, path):
-    "Predictions of a share, in its context and by a learner that is in none"
+    "Predictions of a share, in its context and by a learner that is in none, and of some samples of a data set"
     torch.set_default_dtype(F64)
     dsets,res = Datasets(range(80), [[x_of],[y_of]], splits=[range(48), range(48, 80)]),[]
     for kw in (dict(), dict(global_bs=12, max_bs=3)):
         torch.manual_seed(7)
         dls,model = dsets.dataloaders(bs=per_rank(12, W), num_workers=0, device='cpu'),plain()
         learn,other = [Learner(o, model, CrossEntropy(), opt_func=SGD) for o in (dls,dls.new())]
-        with ctx(learn, W, **kw if W else {}): res.append([o.get_preds(dl=learn.dls.train) for o in (learn,other)])
+        with ctx(learn, W, **kw if W else {}):
+            res.append([o.get_preds(dl=learn.dls.train) for o in (learn,other)])
+            res.append([learn.get_preds(dl=learn.dls.valid.new(n=20, drop_last=o)) for o in (False,True)])
     return res
 
 @on_1_and_2

@@ -126,12 +126,11 @@ def get_preds(self:Learner, *args, gather='all', **kw):
     if isinstance(given['dl'], (list,tuple,L)):
         with trainer.on_its_own(): return get()
     dl = _source(self.dls[given['ds_idx']] if given['dl'] is None else given['dl'])
+    if given['dl'] is None and isinstance(dl, DataLoader): dl = in_order(dl) # as fastai does
     # a stream is in order
     moves = isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader)
-    if moves and given['reorder']: dl,given['reorder'] = in_one_order(dl, trainer.engine.seed)
-    else:
-        if given['dl'] is None and isinstance(dl, DataLoader): dl = in_order(dl) # as fastai does
-        given['reorder'] = False
+    given['reorder'] = moves and given['reorder']
+    if given['reorder']: dl,given['reorder'] = in_one_order(dl, trainer.engine.seed)
     given['dl'] = dl
     with replaced(trainer.predictions, gather=gather): res = get()
     if gather=='all' or not group_rank(): return res

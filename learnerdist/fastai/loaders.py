@@ -187,8 +187,9 @@ def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
 def in_one_order(dl, seed):
     """A copy of `dl` that reads all of it, in an order that is the same on every rank; whether that is another one than
     the data set's"""
-    dl = in_order(dl)
-    if _is_plain(dl) and not dl.shuffle: return dl,False
+    dl = in_order(dl) if dl.drop_last else shallow(dl) # as fastai, which keeps `n` of other loaders
+    dl.shuffle = False
+    if _is_plain(dl): return dl,False
     with shared_rng(seed): order = list(dl.get_idxs())
     return dl.new(get_idxs=partial(list, order)),order!=sorted(order)
 
