@@ -887,6 +887,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl._Stream': ( 'data/distributed_dl.html#_stream',
                                                                                               'learnerdist/data/distributed_dl.py'),
+                                                 'learnerdist.data.distributed_dl._Stream.__getattr__': ( 'data/distributed_dl.html#_stream.__getattr__',
+                                                                                                          'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl._Stream.__init__': ( 'data/distributed_dl.html#_stream.__init__',
                                                                                                        'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl._Stream.__iter__': ( 'data/distributed_dl.html#_stream.__iter__',
