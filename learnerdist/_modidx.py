@@ -3494,6 +3494,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                         'learnerdist/learner/techniques.py'),
                                                 'learnerdist.learner.techniques.GradientAccumulation.after_cancel_backward': ( 'learner/techniques.html#gradientaccumulation.after_cancel_backward',
                                                                                                                                'learnerdist/learner/techniques.py'),
+                                                'learnerdist.learner.techniques.GradientAccumulation.after_loss': ( 'learner/techniques.html#gradientaccumulation.after_loss',
+                                                                                                                    'learnerdist/learner/techniques.py'),
                                                 'learnerdist.learner.techniques.GradientAccumulation.after_step': ( 'learner/techniques.html#gradientaccumulation.after_step',
                                                                                                                     'learnerdist/learner/techniques.py'),
                                                 'learnerdist.learner.techniques.GradientAccumulation.before_backward': ( 'learner/techniques.html#gradientaccumulation.before_backward',
