@@ -4,6 +4,7 @@ import contextlib,csv,io,os,pty,threading
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
+from helpers import Raise
 from learnerdist.all import *
 from learnerdist.testing import run_ranks
 
@@ -29,15 +30,9 @@ def test_no_bar_and_no_logging(capsys):
     with learn.no_bar(): pass
     assert not learn.progress.show_bar # as it was, not as it usually is
 
-class Stops(Callback):
-    order = 30
-    def after_batch(self):
-        if self.epoch==1: raise self.error
-
 @pytest.mark.parametrize('error', [CancelFitException, KeyError])
 def test_a_fit_that_ends_early_gives_the_logger_back(error, capsys):
-    learn = make(cbs=Stops())
-    learn.stops.error = error
+    learn = make(cbs=Raise('after_train', error, at=1))
     logger = learn.logger
     with contextlib.suppress(KeyError): learn.fit(3)
     assert learn.logger is logger and learn.progress.mbar is None and len(capsys.readouterr().out.splitlines())==2
@@ -72,8 +67,7 @@ def test_bar_on_a_terminal():
 def rows(file): return list(csv.reader(io.StringIO(file.read_text())))
 
 def test_csv_after_an_error(tmp_path, capsys):
-    learn = make(path=tmp_path, cbs=[CSVLogger(), Stops()])
-    learn.stops.error = KeyError
+    learn = make(path=tmp_path, cbs=[CSVLogger(), Raise('after_train', KeyError, at=1)])
     with pytest.raises(KeyError): learn.fit(3)
     assert len(rows(tmp_path/'history.csv'))==2
 
