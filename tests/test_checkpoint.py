@@ -310,5 +310,3 @@ def test_a_time_is_from_one_checkpoint_to_the_next(tmp_path, monkeypatch):
 def test_a_fit_that_is_done_is_not_done_again(tmp_path):
     first = fit(tmp_path, ctx=False, every='epoch')
     assert differing(first, fit(tmp_path, ctx=False, cbs=[At(18, fail)]))==[]
-    learn = learner(tmp_path)
-    assert not [k for k in vars(learn) if k in ('_with_events','one_batch','checkpoint','fit_place')]
