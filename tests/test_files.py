@@ -289,12 +289,13 @@ def rank_late(path):
     def noted(*args):
         say(*args)
         env.shared_store().set('messages', 'yes')
-    env._print_once,env.waits.after_s = noted,.1
+    env._print_once = noted
     learn.save('a')
     if rank_distrib()==0: assert env.wait_key(env.shared_store(), 'messages', 60)
     with contextlib.redirect_stderr(messages): learn.load('a')
     return messages.getvalue()
 
+@pytest.mark.slow
 def test_a_rank_that_waits_says_for_what(tmp_path):
     "One of those that wait"
     messages = run_ranks(rank_late, 3, tmp_path, timeout_s=120)
