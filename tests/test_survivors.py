@@ -54,10 +54,10 @@ def ours(folder, kind, bs, n_acc):
 
 def fastais(folder, kind, bs, n_acc):
     import fastai.learner,fastai.vision.all as f
-    from fastai.optimizer import Adam,OptimWrapper
+    from fastai.optimizer import Adam,OptimWrapper,ranger
     from learnerdist.fastai import Checkpoint
     fastai.learner.tensor = torch.tensor # so that the smooth loss is float64, too
-    opt = partial(OptimWrapper, opt=torch.optim.AdamW) if 'torch' in kind else Adam
+    opt = partial(OptimWrapper, opt=torch.optim.AdamW) if 'torch' in kind else ranger if 'ranger' in kind else Adam
     dls = f.DataLoaders(f.DataLoader(data(660), bs=bs, shuffle=True, num_workers=0), f.DataLoader(data(70), bs=10, num_workers=0))
     def accuracy(pred, targ): return (pred.argmax(-1)==targ).double().mean()
     learn = f.Learner(dls, net(), loss_func=torch.nn.CrossEntropyLoss(), opt_func=opt, lr=.01,
@@ -145,7 +145,7 @@ five_of_six = [
      2: {0: at('predict')}}]
 
 @pytest.mark.long
-@pytest.mark.parametrize('kind,i', [('',0),('',1),('fastai torch',0)])
+@pytest.mark.parametrize('kind,i', [('',0),('',1),('fastai torch',0),('fastai ranger',0)])
 def test_deaths_of_five_of_six(kind, i, tmp_path, undisturbed):
     messages = again(5, 6),again(1, 2),'going on in epoch 2 after step 30, from the state in memory'
     check(tmp_path, launch(tmp_path, five_of_six[i], kind, nproc=6), undisturbed(kind), 1, messages)

@@ -93,23 +93,15 @@ def logged(W, rank, path):
     return dict(values=values, rows=getattr(cbs[0], 'rows', None), files=files, told=told, steps=cbs[2].n_steps,
                 names=learn.recorder.metric_names, losses=learn.recorder.losses)
 
-@pytest.fixture
-def logs(found): return found(logged, 1)[0],found(logged, 2),found.path/'logs 2'
-
-def test_early_stopping_says_when_and_why(logs):
-    alone,(zero,one),_ = logs
+def test_logs_are_rank_0s(found):
+    "Why a fit has stopped, a log of one's own, and files"
+    alone,(zero,one),path = found(logged, 1)[0],found(logged, 2),found.path/'logs 2'
     assert len(alone['values'])==3 and len(zero['told'])==2 and one['told']==[]
     assert zero['told'][0].startswith('stopped after epoch 2: accuracy 0.')
     assert 'no better than' in zero['told'][0] and zero['told']==alone['told']
-
-def test_a_log_of_ones_own_is_rank_0s(logs):
-    alone,(zero,one),_ = logs
     assert [type(o) for o in zero['rows']]==[dict,dict,dict,str] and one['rows'] is None
     assert [*zero['rows'][0]]==zero['names'][:-1] and [o['epoch'] for o in zero['rows'][:3]]==[0,1,2]
     close([o['valid_loss'] for o in zero['rows'][:3]], [o[1] for o in alone['values']])
-
-def test_files_of_logs_are_rank_0s(logs):
-    alone,(zero,one),path = logs
     assert zero['files']==alone['files']==['history.csv',*['tensorboard/events.out']*2] and one['files']==[] and one['steps']==0
     head,*rows = csv.reader((path/'history.csv').read_text().splitlines())
     assert head==zero['names'][:-1] and [o[0] for o in rows]==['0','1','2']*2 and rows[0][-1].startswith('[[')
