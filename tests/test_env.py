@@ -237,7 +237,7 @@ def test_a_worker_does_not_destroy_a_group_of_its_process():
     "There the destructor waits for ever for threads that a fork does not have"
     run_ranks(worker_after_group, 2)
 
-@pytest.mark.parametrize('why', ['ENOTSUP','ENOLCK','ENOSYS','EOPNOTSUPP'])
+@pytest.mark.parametrize('why', ['ENOTSUP','ENOLCK','ENOSYS'])
 def test_folders_where_there_are_no_locks(why, tmp_path, monkeypatch):
     "As on some Lustre and NFS: one folder, which is removed at the end; what others have left may be in use"
     def flock(fd, how): raise OSError(getattr(errno, why), 'no locks')
