@@ -271,6 +271,7 @@ def rank_reads_files(path):
     learn,whole,store = make(path=path),rank0.written,shared_store()
     def late(p):
         assert all(wait_key(store, f'ahead/{r}', 60) for r in (1,2))
+        threading.Event().wait(.3) # they would have read by now
         return whole(p)
     rank0.written = late
     try:
