@@ -121,14 +121,6 @@ def test_a_sum_is_validated_at_the_same_scale_after_a_resume(tmp_path):
     with pytest.raises(ZeroDivisionError): values(tmp_path/'cut', [At(3, fail)])
     assert values(tmp_path/'cut')==want
 
-def test_a_writer_whose_store_has_ended_waits_for_nothing(tmp_path, monkeypatch):
-    "One of two ranks that write a sharded model in the background, when the other one, which hosts the store, has left"
-    class Gone:
-        def set(self, *args): raise RuntimeError('Broken pipe')
-    monkeypatch.setattr(snapshot, 'shared_store', Gone)
-    writers = snapshot.Writers(1, 2, 'token')
-    with pytest.raises(RuntimeError, match='Broken pipe'): snapshot.write_snapshot(tmp_path/'a', dict(rows_1={}), {}, writers)
-
 mid,end = 'epoch_0000-step_00000003','epoch_0001-step_00000005'
 
 def on_two_ranks(path):
