@@ -21,7 +21,7 @@ class Late:
     def __enter__(self):
         self.old = {o: o.receive for o in (SocketLinks, GlooLinks)}
         def late(links, n, n_bytes):
-            if group_rank()==1: threading.Event().wait(.01)
+            if group_rank()==1: threading.Event().wait(.02)
             return self.old[type(links)](links, n, n_bytes)
         for o in self.old: o.receive = late
     def __exit__(self, *exc):
