@@ -60,11 +60,14 @@ def compare(parts, whole, tol):
         for k,w in whole[3].items(): close(p[3][k], w, tol)
         for k in whole[3]: assert torch.equal(p[3][k], parts[0][3][k]) # the same bits on every rank
 
-options = [{}, dict(momentum=None), dict(affine=False), dict(track_running_stats=False), dict(momentum=.5, eps=1e-2),
+options = [dict(momentum=None), dict(affine=False), dict(track_running_stats=False), dict(momentum=.5, eps=1e-2),
            dict(affine=False, track_running_stats=False)]
 if 'bias' in inspect.signature(nn.BatchNorm1d).parameters: options.append(dict(bias=False)) # an older torch has no such option
 
-def kinds(): return [(layer(kind, **kw), [batch(kind, step=i) for i in range(2)], {}, 1e-9) for kind in shapes for kw in options]
+def kinds():
+    "Each shape, and each option"
+    cases = [(kind, {}) for kind in shapes]+[('2d', kw) for kw in options]
+    return [(layer(kind, **kw), [batch(kind, step=i) for i in range(2)], {}, 1e-9) for kind,kw in cases]
 
 def other_types():
     "Types and layouts of batches and layers, and how exact they are"
