@@ -94,6 +94,7 @@ def conv(): return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn
 def bn(bias=True):
     return nn.Sequential(nn.Conv2d(1, 3, 3, bias=bias), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4, bias=bias),
                          nn.BatchNorm1d(4), nn.Linear(4, 3))
+def bn_no_bias(): return bn(False) # before BatchNorm, its gradient is rounding alone, which Adam enlarges
 def bn_frozen():
     m = bn()
     m[1].requires_grad_(False)
@@ -387,6 +388,7 @@ def every_param(m): return list(m.parameters())
 def groups_of(m): return [list(o.parameters()) for o in m if list(o.parameters())]
 def sgd(ps, lr): return torch.optim.SGD(ps, lr, momentum=.9, weight_decay=.01)
 def look(ps, lr): return Lookahead(torch.optim.SGD(ps, lr=lr, momentum=.9, nesterov=True), k=3, alpha=.5)
+def look_adam(ps, lr): return Lookahead(torch.optim.Adam(ps, lr=lr), k=2, alpha=.8)
 def one_cycle(): return Scheduler(lambda opt: OneCycleLR(opt, .1, total_steps=8))
 def own_hook(group, bucket):
     "The mean over ranks, as DDP computes it"
@@ -494,8 +496,8 @@ adam = dict(opt=torch.optim.Adam, lr=.01)
 adamw = dict(opt=torch.optim.AdamW, lr=.01)
 scenes = dict(
     linear=picture(sees=True), conv=picture(model=conv), lstm=picture(model=recurrent), adam=picture(**adam),
-    conv_37_drop=picture(n=37, dl=dict(drop_last=True), model=conv, sees=True),
-    bn=picture(model=bn), bn_frozen=picture(model=bn_frozen),
+    conv_37_drop=picture(n=37, dl=dict(drop_last=True), model=conv, sees=True), rms=picture(opt=torch.optim.RMSprop, lr=.01),
+    bn=picture(model=bn), bn_adam=picture(model=bn_no_bias, **adam), bn_frozen=picture(model=bn_frozen),
     bn_cumulative=picture(model=bn_cumulative), no_sync_bn=picture(ctx=dict(seed=3, sync_bn=False)),
     split=picture(model=bn, ctx=dict(seed=3, split_batches=True), sees=True),
     split_11=picture(model=bn, bs=11, ctx=dict(seed=3, split_batches=True), sees=True), # which no number of ranks divides
@@ -507,16 +509,21 @@ scenes = dict(
     two=picture(model=two_in_two_out, ds=as_pairs, loss=two_loss, metrics=[two_right]),
     stream=picture(ds=streamed(pictures), val_ds=pictures, sees=True),
     groups=picture(model=conv, splitter=groups_of, lr=[.01, .1]),
+    groups_slice=picture(model=conv, splitter=groups_of, lr=slice(1e-3, .1)),
+    cycle=picture(model=conv, cycle=True),
     cycle_adam=picture(cycle=True, model=conv, splitter=groups_of, opt=torch.optim.Adam, lr=slice(.01, .1)),
-    one_valid=picture(n_valid=1), valid_bs=picture(n_valid=50, val_bs=7),
+    one_valid=picture(n_valid=1), three_valid=picture(n_valid=3, val_bs=1), valid_bs=picture(n_valid=50, val_bs=7),
+    accuracy=picture(metrics=[accuracy]),
     fits_go_on=picture(model=bn, fits=[1, dict(n_epoch=1, lr=.05), dict(n_epoch=2, start_epoch=1)]),
+    fits_go_on_adam=picture(model=bn_no_bias, fits=[1, dict(n_epoch=2, lr=.005)], **adam),
     seed_of_torch=picture(ctx={}), torchs_loader=picture(loader=DataLoader, metrics=[accuracy]),
     own_loaders=picture(loader=DataLoader, wrap=OwnLoaders))
 bias_adam = 'a bias before BatchNorm, with Adam' # README's Limits: the gradient of such a bias is rounding
 scenes[bias_adam] = picture(model=bn, fits=[2, dict(n_epoch=2, lr=.05)], preds=False, tol=1e-8, **adam)
 # What is trained changes
-scenes |= {f'unfreeze in {o}': scene(cbs=later(o, unfreeze)) for o in ('before_batch','after_pred')}
-scenes |= {f'freeze in {o}': scene(cbs=later(o, freeze_more)) for o in ('after_loss','after_backward')}
+unfrozen_in = 'before_batch','after_pred','after_step','after_batch'
+scenes |= {f'unfreeze in {o}': scene(cbs=later(o, unfreeze)) for o in unfrozen_in}
+scenes |= {f'freeze in {o}': scene(cbs=later(o, freeze_more)) for o in ('before_batch','after_loss','after_backward')}
 def with_cb(f, *args, **kw): return scene(cbs=lambda: [f(*args)], **kw)
 scenes |= {'freeze all but one': scene(cbs=later('before_batch', freeze_all_but_bias)),
            'freeze in a group': with_cb(At, 'before_batch', 1, freeze_first, bs=24, parts=2, accumulate=24, whole=False),
@@ -525,9 +532,9 @@ scenes |= {'freeze all but one': scene(cbs=later('before_batch', freeze_all_but_
            'attributes of the model': with_cb(Attributes),
            'new loaders': with_cb(NewLoaders, 1), 'new loaders, one cycle': with_cb(NewLoaders, 0, cycle=True),
            'own loader of a callback': with_cb(Swaps)}
-# Sizes. 45: three samples fewer than fill the batches; 38: two for the last step
+# Sizes. 45: three samples fewer than fill the batches; 37, 38: one or two for the last step
 # 47 with drop_last: rank 0 has a full batch more
-scenes |= {f'{n} samples': scene(n=n, model=normed if n in (38,45) else net) for n in (1, 3, 38, 45)}
+scenes |= {f'{n} samples': scene(n=n, model=normed if n in (38,45) else net) for n in (1, 2, 3, 5, 37, 38, 45)}
 scenes |= {'47, drop_last': scene(n=47, model=normed, dl=dict(drop_last=True)),
            'InstanceNorm': scene(n=37, model=instance_normed),
            'stream, 45': scene(n=45, ds=streamed(points), val_ds=points, model=normed)}
@@ -541,8 +548,7 @@ scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
            'inputs changed in place': scene(model=writes), 'filled again': scene(n=45, dl=dict(collate_fn=fills), preds=False)}
 # Cancelled
 in_batch = 'before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_batch'
-by_all = [(o, CancelBatchException) for o in in_batch[:-1]]
-by_all += [(o, CancelFitException) for o in ('before_batch','before_backward','after_step','after_batch')]
+by_all = [(o, CancelBatchException) for o in in_batch[:-1]]+[(o, CancelFitException) for o in in_batch]
 by_all += [('before_step',CancelStepException), ('before_backward',CancelBackwardException)]
 scenes |= {f'all cancel in {o}, {exc.__name__}': with_cb(Cancels, o, exc, None, 1, preds=False) for o,exc in by_all}
 recorded = [f'all cancel in {o}, CancelBatchException' for o in ('after_loss','before_backward')] # in parts, too
@@ -583,10 +589,9 @@ scenes |= losses | {'a batch without items': scene(n=48, bs=4, ds=few_ignored, l
                     'an output of a class': scene(n=37, model=with_class, loss=of_class, preds=False),
                     'activations computed again': scene(n=46, model=checkpointed),
                     'two optimizers': scene(n=45, cbs=lambda: [TrainsHead()], splitter=body)}
-as_another = 'label','focal','attribute','mse','bce' # accumulated, they take the path of one of the others
 scenes |= {f'{k}, accumulated': {**c, 'bs': 24, 'parts': 2, 'accumulate': 24,
                                  **(dict(unlike=('values','final','validate')) if k in ('sum','squares') else adamw)}
-           for k,c in losses.items() if k not in as_another}
+           for k,c in losses.items()}
 given = scene(n=45, ds=texts_in_dicts, model=OwnLoss, loss=None, ctx=dict(seed=3, find_unused_parameters=True))
 of_sum = dict(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3)
 scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given, 'model': lambda: OwnLoss(tuple), 'loss': of_output},
@@ -615,14 +620,17 @@ scenes |= {'other weights': with_cb(Reweights, 'weight', tensor([.9,.1], dtype=F
 # Accumulation, clipping, rates: micro-batches of 6 in all
 def micro(n=48, bs=12, parts=2, accumulate=12, **kw): return scene(n=n, bs=bs, parts=parts, accumulate=accumulate, **kw)
 of_four = partial(micro, 44, 24, 4, 24)
-scenes |= {'groups, the last one short': micro(42), 'groups, the last batch short': of_four(),
+scenes |= {'groups, even': micro(), 'groups, the last one short': micro(42), 'groups, the last batch short': of_four(),
            'groups, not a multiple': micro(48, 24, 2, 18), 'groups, one an epoch': micro(48, 48, 8, 1000),
            'groups, clipped, decay': of_four(cbs=lambda: [GradientClip(.3), decays()]),
-           'groups, stream': of_four(ds=streamed(points), val_ds=points),
+           'groups, stream': of_four(ds=streamed(points), val_ds=points), 'groups, adam': of_four(**adam),
            'groups, static graph': of_four(ctx=dict(seed=3, static_graph=True)),
+           'groups, view': of_four(ctx=dict(seed=3, gradient_as_bucket_view=True)),
+           'groups, unused': of_four(ds=pictures, loss=F.cross_entropy, model=part_used, ctx=dict(seed=3, find_unused_parameters=True)),
            'groups, bn': micro(86, 48, 4, 48, model=normed, whole=False)} # its statistics are those of a batch, not of a group
 scenes |= {f'clip {k}': scene(cbs=partial(clips, **kw)) for k,kw in dict(
-    norm=dict(max_norm=.3), max=dict(max_norm=.1, norm_type=float('inf')), measure=dict(max_norm=float('inf'))).items()}
+    norm=dict(max_norm=.3), norm1=dict(max_norm=.5, norm_type=1.), max=dict(max_norm=.1, norm_type=float('inf')),
+    measure=dict(max_norm=float('inf'))).items()}
 # Cancelled in the middle of a group, on all ranks or on one; also with what changes gradients before a step
 in_groups = partial(micro, 96, 24, 2, 24, whole=False) # micro-batches of 12, which 2, 3 and 4 ranks can share
 in_parts = dict(seed=3, global_bs=12, max_bs=1, find_unused_parameters=True)
@@ -642,26 +650,40 @@ for (_name,_rank),_at in itertools.product(where.items(), (0,1)):
     _kw = dict(alone=_rank is None)
     _step = partial(cancels, 'before_step', CancelStepException, _rank, _at)
     _backward = partial(cancels, 'before_backward', CancelBackwardException, _rank, _at)
-    scenes |= {f'Backward, {_name}, {_at}': in_groups(cbs=_backward, **_kw), f'Step, {_name}, {_at}': in_groups(cbs=_step, **_kw)}
-    if not _at: scenes[f'Step, scaled, clipped, {_name}'] = scene(cbs=partial(scaled, _step), **_kw)
+    scenes |= {f'Backward, {_name}, {_at}': in_groups(cbs=_backward, **_kw),
+               f'Step, {_name}, {_at}': in_groups(cbs=_step, **_kw),
+               f'Step, scaled, clipped, {_name}, {_at}': scene(cbs=partial(scaled, _step), **_kw)}
 # One rank cancels where the loss has a parameter, or is of a kind that nothing is known of
 _first = dict(alone=False, cbs=partial(cancels, 'before_backward', CancelBackwardException, -1, 0))
 scenes |= {'Backward, one rank, parameters of the loss': scene(loss=LearnedLoss, **_first),
            'Backward, one rank, an unknown loss': in_groups(loss=huber, **_first)}
 # Mixed precision, where a part that overflows spoils its group; float64 is left alone by autocast, and so is exact
-mixed = dict(bf16=dict(cbs=lambda: [MixedPrecision('bf16')]), bn=dict(model=normed, cbs=lambda: half_precision(Overflow((0,1)))),
-             clip=dict(cbs=lambda: half_precision(GradientClip(.3), Overflow((0,1), (1,0)), decays())))
+mixed = dict(bf16=dict(cbs=lambda: [MixedPrecision('bf16')]), fp16=dict(cbs=half_precision),
+             overflow=dict(cbs=lambda: half_precision(Overflow((0,1), (1,0)))),
+             clip=dict(cbs=lambda: half_precision(GradientClip(.3), Overflow((0,1)), decays())),
+             bn=dict(model=normed, cbs=lambda: half_precision(Overflow((0,1)))),
+             bn_bf16=dict(model=normed, cbs=lambda: [MixedPrecision('bf16')]))
 mixed = {k: dict(o, dtype=F32, tol=3e-3, unlike=('opt',)) for k,o in mixed.items()} \
         | dict(exact=dict(cbs=mixed['clip']['cbs']))
 scenes |= {f'amp {k}': scene(**o) for k,o in mixed.items()}
 scenes |= {f'amp {k}, groups': in_groups(**o) for k,o in mixed.items()}
-scenes |= dict(lookahead=scene(opt=look),
+scenes |= dict(lookahead=scene(opt=look), lookahead_adam=scene(opt=look_adam, lr=.01),
+               lookahead_cycle=with_cb(one_cycle, opt=look),
                lookahead_everything=in_groups(opt=look, cbs=lambda: half_precision(GradientClip(.3), Overflow((0,1)), one_cycle())))
-hooks = ('bf16','bf16',1e-2), ('powersgd','powersgd',.1), ('own',own_hook,1e-6)
+hooks = ('fp16','fp16',1e-3), ('bf16','bf16',1e-2), ('powersgd','powersgd',.1), ('own',own_hook,1e-6)
 scenes |= {f'comm_hook {k}': scene(dtype=F32, tol=tol, opt=torch.optim.SGD, ctx=dict(seed=3, comm_hook=o)) for k,o,tol in hooks}
 scenes['comm_hook, groups, amp, clip'] = in_groups(dtype=F32, tol=1e-2, ctx=dict(seed=3, comm_hook='bf16'),
                                                    cbs=lambda: half_precision(GradientClip(.3)))
 
 # In float32, to 1e-5
-in_float32 = 'lstm','bn','tokens, accumulated','groups, clipped, decay'
+in_float32 = 'conv','lstm','bn','split','stream','weights','tokens, accumulated','groups, clipped, decay'
 scenes |= {f'{k}, float32': {**scenes[k], 'dtype': F32, 'tol': 1e-5} for k in in_float32}
+
+# What another scene shows as well: these are run before a release
+rare = {'rms','bn_adam','groups_slice','cycle','fits_go_on_adam','three_valid','accuracy','2 samples','5 samples','37 samples', # 37: `mse`
+        'unfreeze in after_batch','freeze in before_batch','bce','groups, even','groups, adam','groups, unused','groups, view','clip norm1',
+        *(f'all cancel in {o}, CancelFitException' for o in ('after_pred','after_loss','after_backward','before_step')),
+        *(f'{o}, accumulated' for o in ('label','focal','attribute','mse','bce')),
+        *(f'Step, scaled, clipped, {o}, 1' for o in where), *(f'amp {o}' for o in ('fp16','bn_bf16')),
+        *(f'amp {o}, groups' for o in ('fp16','bn_bf16','overflow')), 'lookahead_adam','lookahead_cycle','comm_hook fp16',
+        *(f'{o}, float32' for o in ('conv','split','stream'))}

@@ -11,11 +11,11 @@ from scenes import run as scenes_run
 warnings.filterwarnings('ignore')
 
 # Those without callbacks of ours
-exact = ('linear','conv','lstm','adam','bn','bn_frozen','bn_cumulative','no_sync_bn','split','find_unused',
+exact = ('linear','conv','lstm','adam','bn','bn_adam','bn_frozen','bn_cumulative','no_sync_bn','split','find_unused',
          'static','view','one_valid','valid_bs','InstanceNorm','contrastive','a scripted loss','inputs changed in place',
          'no validation data')
 # Samples that fill no batch, or parts that are not equal, or items, weigh a loss that fastai's Recorder wants in float32
-rounded = ('ignore','45 samples','47, drop_last','label','weights','focal','attribute','graph','bce','mse','tokens',
+rounded = ('ignore','45 samples','5 samples','47, drop_last','label','weights','focal','attribute','graph','bce','mse','tokens',
            'counted','conv_37_drop','split_11','targets changed in place')
 
 def fastais(c, W, rank):

@@ -3,7 +3,7 @@ import functools
 import pytest, torch
 from harness import Failed, close, needs_fsdp2
 import scenes as scenes_module
-from scenes import bias_adam, losses, make, rank_runs, run, scenes
+from scenes import bias_adam, losses, make, rank_runs, rare, run, scenes
 from learnerdist.data.dealing import epoch_order
 from learnerdist.testing import run_ranks
 
@@ -13,8 +13,9 @@ few = ('lstm','bn_frozen','stream','unfreeze in before_batch','freeze in a group
        'all cancel in before_step, CancelStepException','Train in after_backward, one rank','Step, one rank, 0','Backward, one rank, 1',
        'amp clip','lookahead_everything') # sharded, too
 # By number of ranks: half of the scenes on 3 (slow), the others on 2; before a release all on 4
-on_3 = [k for k in scenes if 'float' not in k and k not in few][::2]
-names = {2: [k for k in scenes if k not in on_3], 3: on_3, 4: [*scenes]}
+often = [k for k in scenes if k not in rare]
+on_3 = [k for k in often if 'float' not in k and k not in few][::2]
+names = {2: [k for k in often if k not in on_3], 3: on_3, 4: [*scenes]}
 
 @functools.cache
 def on_ranks(W): return run_ranks(rank_runs, W, names[W], timeout_s=400)
@@ -47,7 +48,8 @@ def same(ranks, want, name, tol):
 # FSDP2 has no sparse gradients
 not_sharded = {'squares','squares, accumulated','a batch without items','sparse gradients','another model',
                'another model in an epoch','sum and penalty','sum and penalty in place','sum and late penalty','late penalty',
-               'tokens and late penalty','draws of a step','Step, scaled, clipped, one rank'}
+               'tokens and late penalty','draws of a step',
+               *(f'Step, scaled, clipped, one rank, {i}' for i in (0,1))}
 def can_shard(name): return name not in not_sharded and scenes[name]['ctx'].keys()<={'seed','sync_bn','split_batches'}
 def sharded(name): return dict(scenes[name], ctx=dict(scenes[name]['ctx'], shard=True), warns=('loss-unknown',))
 
