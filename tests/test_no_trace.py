@@ -28,7 +28,7 @@ def snapshot(learn):
     "Whatever a context must leave as it is; identities, so that a copy does not pass"
     return dict(model=(learn.model, type(learn.model)), modules=[(o, type(o)) for o in learn.model.modules()],
                 hooks=[(len(o._forward_hooks), len(o._forward_pre_hooks), len(o._backward_hooks)) for o in learn.model.modules()],
-                param_hooks=[len(p._post_accumulate_grad_hooks or ()) for p in learn.model.parameters()],
+                param_hooks=[(len(p._post_accumulate_grad_hooks or ()), len(p._backward_hooks or ())) for p in learn.model.parameters()],
                 params=list(map(id, learn.model.parameters())), dls=learn.dls, loaders=[learn.dls.loaders, *learn.dls.loaders],
                 kinds=[type(o) for o in learn.dls], samplers=[o.sampler for o in learn.dls],
                 loader_vars=[sorted(vars(o)) for o in learn.dls], logger=learn.logger, metrics=list(learn.metrics),
@@ -80,6 +80,7 @@ def use(learn, how):
         with learn.no_bar(), learn.no_logging(), learn.added_cbs(Callback()): learn.fit(1)
     elif kind=='body': raise KeyError('on purpose')
     elif kind=='fails': learn.fit(2, cbs=raises(*args))
+    elif kind=='dropped': learn.fit(1, cbs=[Raise('after_pred', CancelBatchException, at=1),raises('after_backward')])
     elif kind=='validate': learn.validate(cbs=raises('after_pred', late=False))
     elif kind=='preds': learn.get_preds(cbs=raises('after_batch', late=False))
 
@@ -96,7 +97,8 @@ def rank_attempts(hows, opened):
 
 def silent(): return contextlib.redirect_stdout(io.StringIO())
 
-hows = {'fit':(['fit'], None), 'all':(['all'], None), 'body':(['body'], 'KeyError'), 'validate':(['validate'], 'KeyError'),
+hows = {'fit':(['fit'], None), 'all':(['all'], None), 'dropped':(['dropped'], 'KeyError'),
+        'body':(['body'], 'KeyError'), 'validate':(['validate'], 'KeyError'),
         'preds':(['preds'], 'KeyError'), **{f'fails {e}':(['fails', e], 'KeyError') for e in events},
         'cancel':(['fails','after_batch', CancelFitException], None)}
 

@@ -532,8 +532,9 @@ class Engine(Runner):
         self.loop = Loop()
 
     def end_fit(self):
-        "Remove the replica, and give the BatchNorm layers their own class back"
+        "Remove the replica and hooks of a step that has failed, and give the BatchNorm layers their own class back"
         self.loop.end_running()
+        for o in self.loop.step.handles if self.loop.step else (): o.remove()
         self.loop = Loop()
         if self.replica is not None: self.replica.undo()
         self.replica = None

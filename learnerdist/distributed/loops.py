@@ -11,7 +11,7 @@ from abc import ABC,abstractmethod
 from typing import Any,NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor,nn
 
 from ..core.collectives import all_sum,gather_alike,gather_rows
 from ..core.compat import tree_leaves
@@ -440,8 +440,12 @@ class TrainingLoop(Loop):
     def _guarded(self, n):
         """Items that a loss counts on a device, where they stay, so that nobody waits for it; no NaN flows back if
         there are none"""
+        def guard(g): return _where(n, g)
         for o in tree_leaves(self.learn.pred):
-            if isinstance(o, Tensor) and o.requires_grad: o.register_hook(lambda g: _where(n, g))
+            if isinstance(o, Tensor) and o.requires_grad: o.register_hook(guard)
+        loss = self.learn.loss_func
+        own = loss.parameters() if isinstance(loss, nn.Module) else () # to which none flows through a prediction
+        self.step.handles += tuple(p.register_hook(guard) for p in own if p.requires_grad)
         self.step.on_device = True
         return n.to(wide_dtype(n.device)) # a whole number times a float would be float32
 
@@ -454,7 +458,7 @@ class TrainingLoop(Loop):
         if own: self._keep_earlier(step)
         if learn.yb: self._weigh(self.part)
         if self.part.why in by_callback: # and may have given a NaN
-            step.handles = [p.register_hook(_finite) for p in self.engine.all_params() if p.requires_grad]
+            step.handles += tuple(p.register_hook(_finite) for p in self.engine.all_params() if p.requires_grad)
         if not step.is_last: return
         if self.replica: self.replica.begin_last(learn.loss_grad, step.grads.pending if step.grads else ())
         step.sends = self.links is not None and (self.by_parts or self.accumulation.is_last)
