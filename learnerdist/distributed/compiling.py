@@ -74,8 +74,8 @@ class Compiled(Callback):
         self.n_eager += 1
 
     def full_rows(self, n):
-        """Samples in a batch of full size. n: in the first one of this loop; if it was resumed, that may be the last one
-        of the epoch, which is short"""
+        """Samples in a batch of full size. n: in the first one of this loop. If it was resumed, that may be the last
+        one of the epoch, which is short"""
         learn = self.learn
         dealer = dealer_of(learn.dl)
         others_follow = learn.n_iter and learn.iter+1<learn.n_iter
