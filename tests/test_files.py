@@ -98,10 +98,10 @@ def test_absent_file_and_other_model(tmp_path):
 
 def test_a_disk_that_is_full_at_any_byte(tmp_path):
     "Also where torch then cannot end its archive, and raises another error"
-    data = {f'w{i}': torch.ones(20, i+1) for i in range(20)}
+    data = {f'w{i}': torch.ones(50, i+1) for i in range(40)}
     size,_ = save_sealed(data, tmp_path/'a')
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for n in range(100, size, 97):
+    for n in range(100, size, 997):
         resource.setrlimit(resource.RLIMIT_FSIZE, (n,limits[1]))
         try:
             with pytest.raises(OSError, match='File too large'): save_sealed(data, tmp_path/'b')
