@@ -1,5 +1,5 @@
 "The launcher as a command, in processes of its own; run() from scripts, from here, and from within a rank"
-import fcntl,json,os,pty,re,select,signal,socket,stat,subprocess,sys,termios
+import fcntl,io,json,os,pty,re,select,signal,socket,stat,subprocess,sys,termios
 from pathlib import Path
 from types import SimpleNamespace
 import pytest
@@ -169,6 +169,16 @@ def test_output_that_nobody_reads(monkeypatch):
     os.close(out.writer)
     assert out.show()
     out.close()
+
+@pytest.mark.parametrize('encoding,shown', [('utf-8',b'\xe2\x94\x81\\xe9'), ('latin-1',b'\xe2\x94\x81\xe9'), ('ascii',rb'\xe2\x94\x81\xe9')])
+def test_output_in_another_encoding(encoding, shown, monkeypatch):
+    "The launcher shows what it can; it ended by an error, and the run with it"
+    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(io.BytesIO(), encoding))
+    out = Output('[r1] ', 'stdout')
+    os.write(out.writer, b'\xe2\x94\x81\xe9') # UTF-8, and a byte of another one
+    os.close(out.writer)
+    out.close()
+    assert sys.stdout.buffer.getvalue()==b'[r1] '+shown+b'\n'
 
 def test_output_that_never_ends():
     "A process that a rank has left prints on, faster than the launcher reads"
