@@ -170,7 +170,8 @@ def test_output_that_nobody_reads(monkeypatch):
     assert out.show()
     out.close()
 
-@pytest.mark.parametrize('encoding,shown', [('utf-8',b'\xe2\x94\x81\\xe9'), ('latin-1',b'\xe2\x94\x81\xe9'), ('ascii',rb'\xe2\x94\x81\xe9')])
+@pytest.mark.parametrize('encoding,shown', [
+    ('utf-8',b'\xe2\x94\x81\\xe9'), ('latin-1',b'\xe2\x94\x81\xe9'), ('ascii',rb'\xe2\x94\x81\xe9')])
 def test_output_in_another_encoding(encoding, shown, monkeypatch):
     "The launcher shows what it can; it ended by an error, and the run with it"
     monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(io.BytesIO(), encoding))
