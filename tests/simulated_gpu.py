@@ -47,7 +47,6 @@ class Gpu(Tensor):
     def __repr__(self, **kw): return f'{type(self).__name__}({self.host}, device={self.device})'
     def data_ptr(self): return self.host.data_ptr()
     def untyped_storage(self): return self.host.untyped_storage()
-    def get_device(self): return self.gpu
     def tolist(self):
         Gpu.sim.wait('tolist')
         return self.host.tolist()
@@ -132,19 +131,14 @@ class Stream:
     def wait_stream(self, o): pass
     def wait_event(self, o): pass
     def record_event(self, o=None): return (o or Event()).record(self)
-    def query(self): return True
     def is_capturing(self): return False
-    def synchronize(self): Gpu.sim.wait('stream.synchronize')
 
 class Event:
     def __init__(self, *args, **kw): self.at = None
     def record(self, stream=None):
         self.at = time.perf_counter()
         return self
-    def wait(self, stream=None): pass
-    def query(self): return True
     def synchronize(self): Gpu.sim.wait('event.synchronize')
-    def elapsed_time(self, o): return (o.at-self.at)*1000
 
 class SimulatedGPU:
     "Context in which torch has `n` GPUs; what has happened stands in `waits`, `collectives` and `faults`"
@@ -476,8 +470,6 @@ class SimulatedGPU:
         def gen(d=None): return self.streams[self._index(d)]
         def seed_all(s):
             for o in self.streams: o.manual_seed(s)
-        def set_all(states):
-            for o,s in zip(self.streams, states): o.set_state(s)
         def used(d=None): return self.live_bytes(self._index(d))
         def properties(d=None):
             uuid = f'simulated-{self._index(d)}'
@@ -490,10 +482,9 @@ class SimulatedGPU:
             get_device_properties=properties, get_device_name=lambda d=None: 'simulated', get_device_capability=lambda d=None: (9,0),
             is_bf16_supported=lambda including_emulation=True: True, is_current_stream_capturing=lambda: False,
             manual_seed=lambda s: gen().manual_seed(s), manual_seed_all=seed_all, get_rng_state=lambda d=None: gen(d).get_state(),
-            set_rng_state=lambda s, d=None: gen(d).set_state(s), get_rng_state_all=lambda: [o.get_state() for o in self.streams],
-            set_rng_state_all=set_all, memory_allocated=used, max_memory_allocated=used, reset_peak_memory_stats=lambda d=None: None,
-            mem_get_info=lambda d=None: ((1<<36)-used(d),1<<36), empty_cache=lambda: None,
-            synchronize=lambda d=None: self.wait('synchronize'),
+            set_rng_state=lambda s, d=None: gen(d).set_state(s), memory_allocated=used,
+            max_memory_allocated=used, reset_peak_memory_stats=lambda d=None: None,
+            empty_cache=lambda: None, synchronize=lambda d=None: self.wait('synchronize'),
             set_sync_debug_mode=lambda mode: setattr(self, 'warns', mode not in (0,'default')), Stream=Stream, Event=Event,
             stream=lambda s: contextlib.nullcontext(s), current_stream=lambda d=None: self.stream,
             default_stream=lambda d=None: self.stream, set_stream=lambda s: None)

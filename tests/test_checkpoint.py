@@ -121,14 +121,6 @@ def test_a_sum_is_validated_at_the_same_scale_after_a_resume(tmp_path):
     with pytest.raises(ZeroDivisionError): values(tmp_path/'cut', [At(3, fail)])
     assert values(tmp_path/'cut')==want
 
-def test_a_writer_whose_store_has_ended_waits_for_nothing(tmp_path, monkeypatch):
-    "One of two ranks that write a sharded model in the background, when the other one, which hosts the store, has left"
-    class Gone:
-        def set(self, *args): raise RuntimeError('Broken pipe')
-    monkeypatch.setattr(snapshot, 'shared_store', Gone)
-    writers = snapshot.Writers(1, 2, 'token')
-    with pytest.raises(RuntimeError, match='Broken pipe'): snapshot.write_snapshot(tmp_path/'a', dict(rows_1={}), {}, writers)
-
 mid,end = 'epoch_0000-step_00000003','epoch_0001-step_00000005'
 
 def on_two_ranks(path):
@@ -159,8 +151,8 @@ def test_two_ranks(tmp_path):
 def on_three_ranks(path): return resumed_everywhere(Path(path), 'plain', True, ['epoch_0000-step_00000001','epoch_0000-step_00000002'])
 
 def test_three_ranks(tmp_path):
-    "There DDP's buckets, which it rebuilds after its first step, decide in which order it adds up"
-    for found in run_ranks(on_three_ranks, 3, str(tmp_path), timeout_s=400): assert not any(found.values()), found
+    "As on several machines: there DDP's buckets, which it rebuilds after its first step, decide in which order it adds up"
+    for found in run_ranks(on_three_ranks, 3, str(tmp_path), env=dict(LOCAL_WORLD_SIZE='1')): assert not any(found.values()), found
 
 def alone_or_not(path, ctx, stop=None, every='epoch'):
     learn = learner(path, model=nn.Linear(6, 3).double(), opt=torch.optim.SGD)
@@ -310,5 +302,3 @@ def test_a_time_is_from_one_checkpoint_to_the_next(tmp_path, monkeypatch):
 def test_a_fit_that_is_done_is_not_done_again(tmp_path):
     first = fit(tmp_path, ctx=False, every='epoch')
     assert differing(first, fit(tmp_path, ctx=False, cbs=[At(18, fail)]))==[]
-    learn = learner(tmp_path)
-    assert not [k for k in vars(learn) if k in ('_with_events','one_batch','checkpoint','fit_place')]

@@ -6,7 +6,7 @@ from torch.utils.data import (BatchSampler, DataLoader, SequentialSampler, Subse
                               default_collate)
 from helpers import Stream
 from learnerdist.data.distributed_dl import DistributedDL
-from learnerdist.data.loaders import (DataLoaders, TfmdDL, changed, check_options, is_shuffled, loader_settings, to_cpu, to_detach,
+from learnerdist.data.loaders import (DataLoaders, TfmdDL, changed, is_shuffled, loader_settings, to_cpu, to_detach,
                                       to_device)
 
 Pair = namedtuple('Pair', 'x y')
@@ -26,13 +26,6 @@ def test_structure_is_kept(b, f):
     res = f(b)
     assert type(res) is type(b)
     assert str(res)==str(b)
-
-def test_options():
-    with pytest.raises(ValueError, match="'nope' is not a setting of a loader; known: bs, after_item, after_batch, batch_size, shuffle"):
-        TfmdDL([1], nope=1)
-    with pytest.raises(ValueError, match="batch_size=0"): TfmdDL([1], bs=0)
-    with pytest.raises(ValueError, match='mutually exclusive'): changed(DataLoader([1,2], batch_sampler=[[0]]), bs=3)
-    check_options(['shuffle', 'pin_memory', 'in_order'])
 
 LOADERS = [lambda: DataLoader(range(7), 3, drop_last=True), lambda: DataLoader(range(7), 3, sampler=[5,1,2]),
     lambda: DataLoader(range(7), None),

@@ -127,12 +127,6 @@ def test_the_rest_without_a_last_batch():
             lens |= {len(dl),len([*dl])}
         assert len(lens)==1, (n, bs, before, W)
 
-def test_workers_read_the_same():
-    for n,bs,W,drop_last,shuffle in ((7,2,2,True,False), (5,3,2,False,True)):
-        dls = [TfmdDL(range(n), bs, shuffle=shuffle, drop_last=drop_last, num_workers=w) for w in (0,2)]
-        a,b = [[[o.tolist() for o in DistributedDL.from_dl(dl, r, W)] for r in range(W)] for dl in dls]
-        assert a==b
-
 def test_an_endless_stream_is_read_no_further_than_needed():
     read = []
     def stream():

@@ -5,8 +5,7 @@ import numpy as np, pytest, sklearn.metrics as skm, torch, torchmetrics
 from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import (BatchSampler, DataLoader, Dataset, DistributedSampler, SubsetRandomSampler, TensorDataset,
-                              WeightedRandomSampler)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, TensorDataset, WeightedRandomSampler
 from torchmetrics import classification as tm
 from harness import caught, close, on_2_and_3
 from helpers import Stream
@@ -210,11 +209,8 @@ cases = dict(
 random_cases = dict(
     own_batch=own_batch,
     shuffled=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4, shuffle=True)),
-    weighted=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), 4, sampler=weighted())),
-    subset=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), 4, sampler=SubsetRandomSampler([1, 2, 5, 7, 11]))),
-    weighted_drop_last=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), 4, sampler=weighted(), drop_last=True)))
-
-def weighted(): return WeightedRandomSampler(torch.arange(13.), 10)
+    weighted_drop_last=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), 4, sampler=WeightedRandomSampler(torch.arange(13.), 10),
+                                                             drop_last=True)))
 
 def in_ctx(learn): return learn.distrib_ctx(seed=1)
 

@@ -1,7 +1,6 @@
 "One rank fails: within seconds the others raise an error that names it and carries its exception"
 import os,threading
 from datetime import timedelta
-from functools import partial
 from itertools import count,product
 import faults, pytest, torch, torch.distributed as dist
 from helpers import Raise, weights
@@ -198,14 +197,9 @@ def raised(f):
     try: f()
     except Exception as e: return e
 
-def throw(o): raise o
-
-def test_what_is_a_consequence():
-    "What gloo raises, and what looks like it; those of a closed group and of a store that is gone are in the notebook"
-    words = 'gloo nccl process group: Connection closed by peer'
-    by_hand = [raised(partial(throw, o(words))) for o in (RuntimeError, Broken)]
-    assert not any(map(is_consequence, by_hand))
-    assert not is_consequence(raised(lambda: torch.ones(2)@torch.ones(3))) # from C++, but not from gloo
+def test_what_is_no_consequence():
+    "An error from C++, but not from gloo. Others are in the notebook of env"
+    assert not is_consequence(raised(lambda: torch.ones(2)@torch.ones(3)))
 
 def wrong_gpu(plain):
     "A GPU that is not there, on rank 1 alone; then the ranks go on together"
@@ -277,6 +271,7 @@ def rank_reads_files(path):
     learn,whole,store = make(path=path),rank0.written,shared_store()
     def late(p):
         assert all(wait_key(store, f'ahead/{r}', 60) for r in (1,2))
+        threading.Event().wait(.3) # they would have read by now
         return whole(p)
     rank0.written = late
     try:

@@ -2,13 +2,13 @@
 import fastai.torch_core, pytest, torch.distributed as dist
 from fastai.callback.all import *
 from fastai.basics import *
-from learnerdist.core.env import group_rank
 from learnerdist.fastai import *
 from learnerdist.fastai.trainer import fastais_gather
 from learnerdist.data.distributed_dl import set_epoch
 from learnerdist.testing import run_ranks
 from fastai_lines import shows
 from harness import asking, close, on_ranks
+from helpers import Raise
 
 warnings.filterwarnings('ignore')
 F64 = torch.float64
@@ -153,11 +153,6 @@ def test_fits(Ws, found):
 
 # --- no trace ---------------------------------------------------------------------------------------------------------------
 
-class Fails(Callback):
-    def __init__(self, event, rank=None): self.event,self.rank = event,rank
-    def __call__(self, event):
-        if event==self.event and self.rank in (None,group_rank()): raise KeyError(f'here: {event}')
-
 def look(learn):
     ids = lambda os: [id(o) for o in os]
     return dict(cls=type(learn), model=type(learn.model), layers=[type(o) for o in learn.model.modules()], loaders=ids(learn.dls.loaders),
@@ -176,7 +171,7 @@ def traces(W, rank, path):
         try:
             with learn.distrib_ctx():
                 inside = look(learn)
-                learn.fit(1, cbs=Fails(event, 1 if event!='after_fit' else None) if event else None)
+                learn.fit(1, cbs=Raise(event, KeyError(f'here: {event}'), 1 if event!='after_fit' else None) if event else None)
         except Exception as e: failed = type(e).__name__,str(e)
         else: failed = None
         res.append((event, failed, look(learn)==before, inside!=before))
@@ -195,7 +190,7 @@ def detached(W, rank, path):
     learn = make(W, rank, model=bn)
     before = look(learn)
     learn.to_distributed(seed=3)
-    try: learn.fit(1, cbs=Fails('after_loss'))
+    try: learn.fit(1, cbs=Raise('after_loss', KeyError))
     except KeyError: pass
     plain_model = type(learn.model) is nn.Sequential and not any('Sync' in type(o).__name__ for o in learn.model.modules())
     with pytest.raises(ValueError, match='distributed already'): learn.to_distributed()

@@ -5,6 +5,7 @@ from fastai.callback.all import *
 from test_fastai import F64, asking, close, ctx, data, floats, history, make, on_1_and_2, per_rank, same, state
 from learnerdist.core.env import current_group, group_rank, group_size
 from learnerdist.fastai import *
+from helpers import Raise
 from fastai_lines import shows
 
 warnings.filterwarnings('ignore')
@@ -388,13 +389,7 @@ def test_lr_find(Ws, found):
               'bit by bit; no file left; one plot, from rank 0')
     assert [o.name for W in (0,1,*Ws) for o in (found.path/f'finds/{W}').rglob('*')]==['models']*(len(Ws)+2)
 
-class Raises(Callback):
-    "In an event on one rank, or on all; `at`: in this batch of training only"
-    order = -5 # before the Recorder
-    def __init__(self, event, exc, rank=None, at=None): self.event,self.exc,self.rank,self.at = event,exc,rank,at
-    def __call__(self, event):
-        if event!=self.event or self.rank not in (None,group_rank()): return
-        if self.at is None or self.training and self.learn.iter==self.at: raise self.exc
+Raises = partial(Raise, order=-5) # before the Recorder
 
 def find_fails(W, rank, path):
     res = []

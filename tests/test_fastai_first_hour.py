@@ -29,8 +29,8 @@ def without_targets():
     learn = learner(DataLoaders(dl, dl), OnGraph(), noop, opt_func=sgd)
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
 
-@pytest.mark.parametrize('kw,message', [(dict(n_epoch=-1),'n_epoch=-1: give a whole'), (dict(n_epoch='3'),"n_epoch='3': give a whole"),
-    (dict(n_epoch=1, start_epoch=-1),'start_epoch=-1: give a whole'), (dict(n_epoch=1, lr='0.1'),"lr='0.1': give a number"),
+@pytest.mark.parametrize('kw,message', [(dict(n_epoch=-1),'n_epoch=-1: give a whole'),
+    (dict(n_epoch=1, start_epoch=-1),'start_epoch=-1: give a whole'),
     (dict(n_epoch=1, cbs=[3]),'3 is no callback'), (dict(n_epoch=1, reset_opt='no'),"reset_opt='no': give True or False")], ids=str)
 def test_bad_arguments_of_fit(kw, message):
     with pytest.raises(ValueError, match=message): learner().fit(**kw)

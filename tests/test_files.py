@@ -65,24 +65,22 @@ def test_absolute_path_and_folders(tmp_path):
     learn.load('v1.5')
     learn.load(tmp_path/'else'/'where')
 
-@pytest.mark.parametrize('opt', [torch.optim.SGD, torch.optim.Adam])
-def test_optimizer_goes_on(tmp_path, opt):
+def test_optimizer_goes_on(tmp_path):
     def order(learn): # the same batches for both
         torch.manual_seed(1)
         with learn.no_logging(): learn.fit(1)
-    a = make(tmp_path, opt=opt)
+    a = make(tmp_path, opt=torch.optim.Adam)
     order(a)
     a.save('a')
-    b,c = (make(tmp_path, rank=5, opt=opt) for _ in range(2))
+    b,c = (make(tmp_path, rank=5, opt=torch.optim.Adam) for _ in range(2))
     b.load('a')
     c.load('a', with_opt=False)
     assert b.opt is not None and c.opt is None
     opt_of_a = a.opt
     assert a.load('a') is a and a.opt is opt_of_a # a trained learner keeps its optimizer
     for learn in (a, b, c): order(learn)
-    same = [torch.equal(p, q) for p,q in zip(a.model.parameters(), b.model.parameters())]
-    assert all(same)
-    if opt is not torch.optim.SGD: assert not torch.equal(a.model[0].weight, c.model[0].weight)
+    assert all(torch.equal(p, q) for p,q in zip(a.model.parameters(), b.model.parameters()))
+    assert not torch.equal(a.model[0].weight, c.model[0].weight)
 
 def test_absent_file_and_other_model(tmp_path):
     learn = make(tmp_path)
@@ -107,16 +105,15 @@ def test_a_disk_that_is_full_at_any_byte(tmp_path):
             with pytest.raises(OSError, match='File too large'): save_sealed(data, tmp_path/'b')
         finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-@pytest.mark.parametrize('error', [OSError, KeyboardInterrupt])
-def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch, error):
+def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     learn = make(tmp_path)
     old = learn.save('a').read_bytes()
     def broken(o, f):
         f.write(b'half')
-        raise error('full')
+        raise KeyboardInterrupt
     monkeypatch.setattr(torch, 'save', broken)
-    with pytest.raises(error): learn.save('a')
-    with pytest.raises(error): learn.save('new')
+    for o in ('a','new'):
+        with pytest.raises(KeyboardInterrupt): learn.save(o)
     assert (tmp_path/'models/a.pth').read_bytes()==old
     assert [o.name for o in (tmp_path/'models').iterdir()]==['a.pth']
 

@@ -3,6 +3,7 @@ import ast,json,os,signal,subprocess,sys,time
 from pathlib import Path
 import pytest
 from helpers import Waiting,environment,launch,root,write
+from learnerdist.core.files import launch_folder
 from learnerdist.launch import forkserver
 from learnerdist.launch.forkserver import first_lines,known
 
@@ -135,15 +136,17 @@ else: raise AssertionError('a child')'''
 ends = '''import torch
 import os,sys,threading
 how, = [o for o in open('/proc/self/cmdline').read().split('\\0') if o in ('--serve','--worker')]
-with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {how}\\n')
+with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {how} {os.environ["LEARNERDIST_MEMORY"]}\\n')
 threading.Event().wait()
 '''
 
-def waiting(folder, *options): return Waiting(folder, ends, *options, env=environment(MARK=str(folder)))
+def waiting(folder, *options):
+    (folder/'tmp').mkdir()
+    return Waiting(folder, ends, *options, env=environment(MARK=str(folder), TMPDIR=str(folder/'tmp')))
 
 def rank_of(run):
     "The process id of the only rank, and how it started"
-    (pid,how), = run.lines(1)
+    (pid,how,_), = run.lines(1)
     return int(pid),how
 
 def left(tmp_path):
@@ -157,13 +160,17 @@ def left(tmp_path):
 
 @pytest.mark.slow
 def test_no_rank_outlives_its_launcher(tmp_path):
+    "Nor does its folder in memory for long: the next launch removes it"
     run = waiting(tmp_path, '--nproc', 2)
-    pids,end = [int(pid) for pid,_ in run.lines(2)],time.monotonic()+20
+    lines,end = run.lines(2),time.monotonic()+20
+    pids,folder = [int(pid) for pid,*_ in lines],Path(lines[0][2])
     def parents(): return [int(Path(f'/proc/{o}/stat').read_text().rpartition(')')[2].split()[1]) for o in pids]
     while parents()!=[run.proc.pid]*2 and time.monotonic()<end: time.sleep(.01) # a rank may begin before its first parent ends
     assert parents()==[run.proc.pid]*2 # it has adopted them
     run.proc.kill()
     assert (run.proc.wait(),left(tmp_path))==(-9,[])
+    assert folder.stat().st_mode&0o777==0o700 and not [*(tmp_path/'tmp').iterdir()] # which may be full
+    with launch_folder(): assert not folder.exists()
 
 @pytest.mark.slow
 def test_restarts_come_from_the_server_as_long_as_it_lives(tmp_path):

@@ -1,5 +1,5 @@
 "`get_preds(gather=…)`: files in memory, errors, and fastai's Learner. What comes back is in test_predictions.py"
-import os,resource,tempfile
+import os,resource
 from pathlib import Path
 import pytest, torch
 from torch import nn
@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from harness import asking, error_of
 from test_predictions import bare_loss, of
 from learnerdist.all import Callback, CancelBatchException, DataLoaders, Learner, TfmdDL, group_rank, process_group
-from learnerdist.data.rows import StoredRows
 from learnerdist.testing import run_ranks
 
 pytest.importorskip('fastai')
@@ -41,15 +40,6 @@ def test_a_cancelled_batch_has_no_rows(found):
 def test_what_gather_may_be():
     for how in ('rank1', None, Path('out')):
         with pytest.raises(ValueError, match="gather=.*: give 'all' or 'rank0'"): make('narrow', 3).get_preds(gather=how)
-
-@pytest.mark.parametrize('dtype', [torch.float64, torch.float16, torch.bool, torch.uint8, torch.int16, torch.int64, torch.complex64])
-@pytest.mark.parametrize('shape', [(), (3,), (0,), (700, 2)])
-def test_rows_of_each_kind(dtype, shape):
-    rows = (torch.randn(5, *shape)*3).to(dtype)
-    got = StoredRows(tempfile.TemporaryFile(buffering=0), rows.shape, dtype)
-    got.write(range(0, 5, 2), rows[::2])
-    for i in (3,1): got.write(range(i, i+1), rows[i:i+1])
-    assert torch.equal(got.read(), rows)
 
 def fastai_learner(n, name='narrow'):
     from fastai.data.core import DataLoaders as FastaiLoaders

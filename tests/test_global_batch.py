@@ -53,9 +53,8 @@ def grouped(k): return dict(dialled(k), **groups)
 @pytest.mark.parametrize('W,every', [(2, 12), pytest.param(1, 3, marks=pytest.mark.long), pytest.param(2, 3, marks=pytest.mark.long)])
 def test_batches_of_parts_that_are_accumulated(W, every):
     "Gradients of the group's earlier batches get the scale of all its items, too"
-    # in one process GradientAccumulation has weighed before such a penalty, and counts labels as they are before the backward pass
-    found = [k for k in names if 'late penalty' not in k and k!='labels changed after the loss']
-    ks = [*dict.fromkeys([*found[::every],'mse','tokens','sampler without a length'])]
+    found = [k for k in names if 'late penalty' not in k] # in one process GradientAccumulation has weighed before it
+    ks = [*dict.fromkeys([*found[::every],'mse','tokens','labels changed after the loss','sampler without a length'])]
     ranks = run_ranks(rank_runs, W, ks, grouped, timeout_s=300)
     for k in ks: same(ranks, run(dict(scenes[k], bs=12, **groups)), k, scenes[k]['tol'])
 
@@ -235,10 +234,9 @@ class EverySecond(Callback):
 
 class LeavesEpoch(Callback):
     "The first epoch ends after the last backward pass: its gradient is part of the next step"
-    def __init__(self, exc): self.exc = exc
     def after_pred(self): pass
     def after_backward(self):
-        if (self.learn.epoch,self.learn.iter)==(0,3): raise self.exc
+        if (self.learn.epoch,self.learn.iter)==(0,3): raise CancelTrainException
 
 def accumulated(cuts, cb):
     with process_group():
@@ -254,10 +252,9 @@ def same_weights(cuts, cb, W):
     alone = accumulated(cuts, cb)
     for o in alone+sum(run_ranks(accumulated, W, cuts, cb), []): close(o, alone[0], 1e-12)
 
-@pytest.mark.parametrize('exc', [CancelTrainException, pytest.param(CancelEpochException, marks=pytest.mark.long)])
-def test_gradients_of_an_epoch_that_is_left_after_its_last_backward_pass(exc):
+def test_gradients_of_an_epoch_that_is_left_after_its_last_backward_pass():
     "8 samples on 3 ranks: they were not corrected for their number"
-    same_weights((None,'auto'), LeavesEpoch(exc), 3)
+    same_weights((None,'auto'), LeavesEpoch(), 3)
 
 def test_a_second_pass_of_a_step_in_parts_is_an_error():
     "Also on one process, where the second pass would be of the last part alone"

@@ -382,7 +382,6 @@ def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
 
 @pytest.mark.parametrize('args,words', [
     (['--nproc', '0', __file__], '--nproc 0: give a whole number from 1 up'), (['--nproc', 'two', __file__], '--nproc two: give a'),
-    (['--nproc', '-1', __file__], '--nproc -1: give a whole number'),
     (['--plan', '0', __file__], '--plan 0: give a whole number from 1 up'),
     (['--logs-specs', 'mine', __file__], '--logs-specs mine'),
     (['--gpus', '0,0', __file__], "'0,0' is no list of GPUs"), (['--gpus', '', __file__], "'' is no list of GPUs"),

@@ -4,6 +4,7 @@ import numpy as np, pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from helpers import Raise
 from learnerdist.all import *
 from learnerdist.learner.metrics import mk_metric
 from learnerdist.testing import run_ranks
@@ -46,22 +47,12 @@ def _same(a, b):
     if isinstance(a, dict): return a.keys()==b.keys() and all(_same(a[k], b[k]) for k in a)
     return a is b or (isinstance(a, (str,int,float,bool,torch.device)) and a==b)
 
-class Fails(Callback):
-    "Raises at an event of the second epoch, on some of the ranks"
-    order = 20
-    def __init__(self, at, ranks=None, error=KeyError): self.at,self.ranks,self.error = at,ranks,error
-    def _maybe(self, event):
-        late = self.epoch==1 or event in ('before_fit','after_fit')
-        if event==self.at and late and (self.ranks is None or group_rank() in self.ranks): raise self.error('on purpose')
-
 events = ['before_fit','before_epoch','before_train','after_pred','before_step','after_batch','after_train','before_validate',
           'after_validate','after_epoch','after_fit']
-for _e in events: setattr(Fails, _e, (lambda e: lambda self: self._maybe(e))(_e))
 
-class FailsNow(Fails):
-    "In whatever loop"
-    def _maybe(self, event):
-        if event==self.at: raise self.error('on purpose')
+def raises(event, error=KeyError, late=True):
+    "A callback that raises at an event, in its second round if it has one"
+    return Raise(event, error('on purpose'), at=int(late and event not in ('before_fit','after_fit')))
 
 def attempt(how, rank):
     "One context: what changed, and what was raised"
@@ -86,11 +77,11 @@ def use(learn, how):
         learn.validate()
         learn.get_preds()
         learn.predict(torch.zeros(6))
-        with learn.no_bar(), learn.no_logging(), learn.added_cbs(Fails('never')): learn.fit(1)
+        with learn.no_bar(), learn.no_logging(), learn.added_cbs(Callback()): learn.fit(1)
     elif kind=='body': raise KeyError('on purpose')
-    elif kind=='fails': learn.fit(2, cbs=Fails(*args))
-    elif kind=='validate': learn.validate(cbs=FailsNow('after_pred'))
-    elif kind=='preds': learn.get_preds(cbs=FailsNow('after_batch'))
+    elif kind=='fails': learn.fit(2, cbs=raises(*args))
+    elif kind=='validate': learn.validate(cbs=raises('after_pred', late=False))
+    elif kind=='preds': learn.get_preds(cbs=raises('after_batch', late=False))
 
 def rank_attempts(hows, opened):
     if opened: setup_distrib()
@@ -107,7 +98,7 @@ def silent(): return contextlib.redirect_stdout(io.StringIO())
 
 hows = {'fit':(['fit'], None), 'all':(['all'], None), 'body':(['body'], 'KeyError'), 'validate':(['validate'], 'KeyError'),
         'preds':(['preds'], 'KeyError'), **{f'fails {e}':(['fails', e], 'KeyError') for e in events},
-        'cancel':(['fails','after_batch', None, CancelFitException], None)}
+        'cancel':(['fails','after_batch', CancelFitException], None)}
 
 few = 'fit','all','body','preds','fails before_fit','fails after_batch','cancel'
 

@@ -1,4 +1,4 @@
-"The DataParallel wrapper comes with a fit and goes with it; `reset` reaches a recurrent model through either wrapper"
+"The DataParallel wrapper comes with a fit and goes with it"
 from gpus import visible
 import pytest, torch
 from torch import nn
@@ -42,8 +42,7 @@ def names(learn): return [type(o).__name__ for o in learn.cbs]
 # --- which GPUs -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('ids,device,n,want', [
-    (None, cuda(0), 3, [0,1,2]), (None, cuda(2), 3, [2,0,1]), ([1,0], cuda(0), 2, [0,1]), (['cuda:0', cuda(2)], cuda(2), 3, [2,0]),
-    ([1], cuda(1), 2, []), ([0], cuda(0), 1, []), (None, cpu, 0, []), ([0,1,7], cpu, 0, [])])
+    ([1,0], cuda(0), 2, [0,1]), (['cuda:0', cuda(2)], cuda(2), 3, [2,0]), ([1], cuda(1), 2, []), ([0,1,7], cpu, 0, [])])
 def test_ids(ids, device, n, want): assert parallel_ids(ids, device, n)==want
 
 @pytest.mark.parametrize('ids,msg', [

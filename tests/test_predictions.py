@@ -47,6 +47,7 @@ def of(f):
     "A model of one function, whose output depends on each sample alone"
     return Of(lambda m, *xs: f(*xs))
 
+def each_type(x): return x,x[:,0]>0,x.half(),x.double(),x.long(),(9*x).short(),(x>0).byte(),torch.complex(x, 2*x),x[:,:0]
 def nested(x): return dict(logits=x@x.new_ones(3, 4), aux=(x[:,0], [x*2, Pair(x+1, x.sum(1).long())]))
 def n_boxes(x): return int(x[0].abs()*3)
 def boxes(x): return [dict(boxes=o.repeat(n_boxes(o), 1), scores=o[:1].repeat(n_boxes(o))) for o in x]
@@ -117,7 +118,7 @@ cases = dict(
     stream=lambda ctx: preds(ctx, dl=DataLoader(Stream(), 4)),
     workers=lambda ctx: preds(ctx, dl=dl(2, num_workers=2), with_input=True),
     evaluation_mode=lambda ctx: preds(ctx, model=bn_and_dropout),
-    tuple_output=lambda ctx: preds(ctx, model=of(lambda x: (x, x[:,0]>0, x.half(), x.long(), (9*x).short())), loss=bare_loss),
+    tuple_output=lambda ctx: preds(ctx, model=of(each_type), loss=bare_loss),
     nested_output=lambda ctx: preds(ctx, model=of(nested), loss=bare_loss),
     fewer_rows=lambda ctx: preds(ctx, model=of(lambda x: x[x[:,0]>0]), loss=bare_loss),
     flattened_output=lambda ctx: preds(ctx, model=of(lambda x: x.reshape(-1)), loss=bare_loss),

@@ -1,9 +1,10 @@
 "The table, the bar, and the log file: from rank 0 alone, the bar only where somebody watches"
 import warnings
-import contextlib,csv,io,os,pty,threading
+import contextlib,io,os,pty,threading
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
+from helpers import Raise
 from learnerdist.all import *
 from learnerdist.testing import run_ranks
 
@@ -29,18 +30,13 @@ def test_no_bar_and_no_logging(capsys):
     with learn.no_bar(): pass
     assert not learn.progress.show_bar # as it was, not as it usually is
 
-class Stops(Callback):
-    order = 30
-    def after_batch(self):
-        if self.epoch==1: raise self.error
-
 @pytest.mark.parametrize('error', [CancelFitException, KeyError])
-def test_a_fit_that_ends_early_gives_the_logger_back(error, capsys):
-    learn = make(cbs=Stops())
-    learn.stops.error = error
+def test_a_fit_that_ends_early_gives_the_logger_back(error, tmp_path, capsys):
+    learn = make(path=tmp_path, cbs=[CSVLogger(), Raise('after_train', error, at=1)])
     logger = learn.logger
     with contextlib.suppress(KeyError): learn.fit(3)
     assert learn.logger is logger and learn.progress.mbar is None and len(capsys.readouterr().out.splitlines())==2
+    assert len((tmp_path/'history.csv').read_text().splitlines())==2
 
 # --- bars -------------------------------------------------------------------------------------------------------------------
 
@@ -68,14 +64,6 @@ def test_bar_on_a_terminal():
     table = [o for o in lines_of(out) if o.strip()]
     assert table[0].split()[:4]==['epoch','train_loss','valid_loss','accuracy'] and [o.split()[0] for o in table[1:3]]==['0', '1']
     assert '█' not in table[1]
-
-def rows(file): return list(csv.reader(io.StringIO(file.read_text())))
-
-def test_csv_after_an_error(tmp_path, capsys):
-    learn = make(path=tmp_path, cbs=[CSVLogger(), Stops()])
-    learn.stops.error = KeyError
-    with pytest.raises(KeyError): learn.fit(3)
-    assert len(rows(tmp_path/'history.csv'))==2
 
 def rank_writes(path):
     "Output and files on a pipe, and on a terminal"

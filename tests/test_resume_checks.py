@@ -1,5 +1,5 @@
 "What a resumed fit says, and what it refuses before anything is trained"
-import os,shutil,signal
+import os,signal
 from collections import defaultdict,deque,namedtuple
 from concurrent.futures import ThreadPoolExecutor,wait
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_resume_names_a_folder(tmp_path):
     with pytest.raises(ZeroDivisionError): stopped.fit(3, cbs=At(7), resume='ckpt')
     learn = learner(tmp_path)
     learn.fit(3, resume=tmp_path/'ckpt')
-    assert same(learn, whole) and 'after step 5' in messages(learn)[0]
+    assert same(learn, whole) and 'after step 5' in messages(learn)[0] and 'checkpoint' not in vars(learn)
     with pytest.raises(ValueError, match="resume=7: give True, or a Checkpoint's folder"): learn.fit(1, resume=7)
     with pytest.raises(ValueError, match='2 Checkpoints in one fit'): learn.fit(1, cbs=Checkpoint('b'), resume='ckpt')
 
@@ -239,14 +239,14 @@ def test_one_cycle_on_another_number_of_ranks(tmp_path):
     "3 steps an epoch on 2 ranks, 5 on one: the cycle goes on at the same part of the fit, and ends with it. With `split_batches` 5 on each"
     whole = run_ranks(one_cycle_on_ranks, 2, tmp_path/'whole', False, None)[0][1]
     run_ranks(one_cycle_on_ranks, 2, tmp_path/'a', False, 3) # a state after step 2
-    n,rates = run_ranks(one_cycle_on_ranks, 1, tmp_path/'a', False, None)[0]
+    n,rates = one_cycle_on_ranks(tmp_path/'a', False, None)
     assert n==8 and len(whole)==6 and rates==[whole[i] for i in (2,2,3,3,4,5)]
     # stopped a second time, after a state between two steps of the cycle
     run_ranks(one_cycle_on_ranks, 2, tmp_path/'c', False, 3)
-    run_ranks(one_cycle_on_ranks, 1, tmp_path/'c', False, 5)
-    assert run_ranks(one_cycle_on_ranks, 1, tmp_path/'c', False, None)[0][1]==[whole[i] for i in (3,3,4,5)]
+    one_cycle_on_ranks(tmp_path/'c', False, 5)
+    assert one_cycle_on_ranks(tmp_path/'c', False, None)[1]==[whole[i] for i in (3,3,4,5)]
     run_ranks(one_cycle_on_ranks, 2, tmp_path/'b', True, 3)
-    assert run_ranks(one_cycle_on_ranks, 1, tmp_path/'b', True, None)[0][0]==10
+    assert one_cycle_on_ranks(tmp_path/'b', True, None)[0]==10
 
 def two_fits(path, stop=None):
     learn = learner(path)
@@ -264,22 +264,15 @@ def test_a_schedule_after_a_fit_that_went_on_in_its_last_epoch(tmp_path):
     assert two_fits(tmp_path)==10
 
 def test_load_the_weights_of_a_checkpoint(tmp_path):
+    "Damaged ones are in test_fuzz"
     learn = fit(tmp_path, 2)
     for o in ('ckpt', 'ckpt/epoch_0002-step_00000010', tmp_path/'ckpt'):
         other = learner(tmp_path)
         assert digest(other.load(o).model.state_dict())==digest(learn.model.state_dict()) and other.opt is None
-    old,new = (tmp_path/f'ckpt/{o}/model.pt' for o in names(tmp_path))
     first = learner(tmp_path).load('ckpt/epoch_0001-step_00000005').model.state_dict()
-    shutil.copy(new, tmp_path/'kept')
-    shutil.copy(old, new) # whole in itself, and not what this checkpoint wrote
-    with pytest.raises(ValueError, match=f'{new} is not what was written'): learner(tmp_path).load('ckpt')
-    shutil.copy(tmp_path/'kept', new)
     assert digest(first)!=digest(learn.model.state_dict())
     (tmp_path/'empty').mkdir()
     with pytest.raises(ValueError, match='empty is no checkpoint, and holds none'): learn.load('empty')
-    file = tmp_path/'ckpt/epoch_0002-step_00000010/model.pt'
-    file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(ValueError, match=f'{file}'): learn.load('ckpt')
 
 # --- the state of callbacks -------------------------------------------------------------------------------------------------
 

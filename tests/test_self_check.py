@@ -16,7 +16,6 @@ from learnerdist.distributed import failure
 from learnerdist.distributed.self_check import read_items
 from learnerdist.learner.callback import CancelBatchException
 from learnerdist.learner.losses import follows, n_elements
-from learnerdist.testing import run_ranks
 
 def labelled(n=48): return TensorDataset(data(n).tensors[0], torch.arange(n)%3)
 
@@ -265,33 +264,31 @@ def unused(*_):
     expects = dict(find_unused_parameters=True)
     gans = both('after_loss', **expects),*map(both, ('before_batch','after_loss','after_step'))
     return fitted(idle),skips(),skips(**expects),skips(3),skips(1, LaterIdle, 1, timeout_s=20),*gans
-def skips_last(): return skips(3)
 
 class SkipsSecond(Callback):
     run_valid,n = False,0
     def before_batch(self):
         get_model(self.model).skips = self.n%2==1
         self.n += 1
-def skips_part(): return fitted(lambda: learner(Later(), cbs=SkipsSecond()), global_bs=8, max_bs=2)[0]
+def skips_part(*_): return fitted(lambda: learner(Later(), cbs=SkipsSecond()), global_bs=8, max_bs=2)[0]
 
-def test_what_the_last_part_of_a_step_does_not_use():
+def test_what_the_last_part_of_a_step_does_not_use(found):
     "It has a gradient, of an earlier part, which does not travel: an error, too"
     of_part = 'ValueError: [unused-parameters] no gradient for what earlier parts'
-    for o in run_ranks(skips_part, 2): assert o.startswith(of_part) and 'find_unused_parameters=True' in o, o
+    for o in found(skips_part, 2): assert o.startswith(of_part) and 'find_unused_parameters=True' in o, o
 
 def test_unused_parameters(found):
     """Named, also where a callback trains them; an error with its remedy if a later batch is the first that does not use
     some, and the run of one process with it"""
     (want,_),(later,_),_,_,_,(gan,_),*gans = found(unused, 1)[0]
     ranks = found(unused, 2)
-    of_three = [o for o,_ in run_ranks(skips_last, 3)]
     for r,((w,messages),(failed,_),(remedied,_),(last,_),(on_one,_),(expected,silent),*found) in enumerate(ranks):
         assert (expected-gan).abs().max()<1e-9 and not silent
         for (a,_),(b,said) in zip(gans, found): assert (a-b).abs().max()<1e-9 and len(said)==(r==0)
         assert (w-want).abs().max()<1e-9 and (remedied-later).abs().max()<1e-9
         # one rank does, in a model with others that are summed beside DDP
         assert 'ValueError: [unused-parameters] no gradient for more.0.weight' in on_one
-        for o in (failed,last,*of_three): # in the last one DDP has no next forward pass that would say so
+        for o in (failed,last): # in the last one DDP has no next forward pass that would say so
             assert o.startswith('ValueError: [unused-parameters] no gradient for more.0.weight') and 'find_unused_parameters=True' in o
         assert len(messages)==(r==0) and all(o.startswith('[unused-parameters] the loss does not depend on aux.weight, aux.bias, '
                                                       'idle.weight and 1 more') for o in messages)
@@ -632,5 +629,5 @@ def test_what_one_rank_alone_sees_is_heard_on_all(found):
     for k,(_,messages) in found(on_ones_own, 2)[0].items():
         assert [o.split()[0] for o in messages]==['[loss-not-mean]'], (k,messages)
 
-found = asking(alone=(on_ones_own, scripts, all_domains, remedies, on_two, unused, offences, checked, validates_alone,
+found = asking(alone=(on_ones_own, scripts, all_domains, remedies, on_two, unused, skips_part, offences, checked, validates_alone,
                       cancels_in_the_loss, leaves_alone))

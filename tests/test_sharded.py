@@ -131,7 +131,7 @@ def rank_answers():
                 lower=[in_group(lower, o) for o in (False,True)], refusals=refusals(), muon=in_group(muon),
                 refused_within=refused_within(), offloaded=in_group(offloaded))
 
-@pytest.mark.parametrize('W', [pytest.param('some', marks=pytest.mark.slow), *(pytest.param(o, marks=pytest.mark.long) for o in (1,2,3,4))])
+@pytest.mark.parametrize('W', [pytest.param('some', marks=pytest.mark.slow), *(pytest.param(o, marks=pytest.mark.long) for o in (2,3))])
 def test_same_run(W):
     "Some on two ranks: one of each kind. Others are shown by a page (`light`), and by test_sharded_files.py (`tied`)"
     more = ('groups','linears','kept','dropped','stopping','light','tied') if W=='some' else ()

@@ -98,7 +98,7 @@ class Fail(Callback):
     def __init__(self, how): self.how = how
     def before_backward(self):
         if self.iter!=1: return
-        if self.how=='hang': self.learn.runner.links.timeout_s = 4 # from now on
+        if self.how=='hang': self.learn.runner.links.timeout_s = 2 # from now on
         if group_rank()==1: self.learn.model[0].weight.register_hook(self.fail)
     def fail(self, g):
         if self.how=='raise': raise KeyError('in a hook')

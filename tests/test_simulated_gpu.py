@@ -23,16 +23,11 @@ pytestmark = pytest.mark.skipif(not is_possible, reason='needs a newer torch')
 # --- the device -------------------------------------------------------------------------------------------------------
 
 def rank_device():
-    "What a device does, in one process"
+    "What a device does, in one process, beyond what trainings show"
     res = {}
     with SimulatedGPU(2) as sim:
         torch.cuda.set_device(1)
         one,other = torch.device('cuda', 1),torch.device('cuda', 0)
-        made = [torch.randn(2, 3, device='cuda'), torch.tensor([1.,2], device=one), torch.full((2,), 3., device=1), torch.zeros(3).cuda(),
-                torch.arange(3, device='cuda'), torch.ones(2).to(one), torch.zeros_like(torch.ones(2), device=one)]
-        res['made'] = {str(o.device) for o in made},all(o.to(one) is o and o.is_cuda for o in made),{str(o.to(other).device) for o in made}
-        acc = torch.accelerator
-        res['devices'] = torch.cuda.device_count(),acc.device_count(),str(acc.current_accelerator()),str(torch.device(0))
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(one)
         x = torch.ones(2, 3, device=one)
         wrong = lambda: x+x.cpu(),lambda: x+x.to(other),lambda: torch.zeros(1, device='cuda:2')
@@ -48,7 +43,6 @@ def rank_device():
                   lambda: x[[0,1]]): f()
         res['waits'] = [o.what for o in sim.waits]
         res['in_backward'] = error_of((Mixes.apply(x.requires_grad_())).sum().backward)
-        res['copy'] = str(copy.deepcopy(model)[0].weight.device)
         torch.save(model.state_dict(), file := io.BytesIO())
         def loaded(**kw):
             file.seek(0)
@@ -69,12 +63,6 @@ def rank_device():
         res['live'] = before-sim.live_bytes(1),torch.cuda.memory_allocated(1)==sim.live_bytes(1)
         for f in (nn.LSTM, nn.GRU): close(*both_devices(f(3, 4, batch_first=True).double(), torch.ones(2, 5, 3).double(), one), 1e-12)
     res['after'] = torch.cuda.is_available(),torch.ones(1).device.type,Gpu.sim
-    with SimulatedGPU(1, float64=False): res['float64'] = error_of(lambda: torch.ones(2, device='cuda').double())
-    with SimulatedGPU(2, kind='xpu'):
-        x = torch.ones(2, device='xpu:1')
-        res['xpu'] = str(x.device),torch.cuda.is_available(),str(torch.accelerator.current_accelerator()),torch.accelerator.device_count()
-        torch.accelerator.set_device_index(1)
-        res['index'] = torch.accelerator.current_device_index(),str(torch.ones(2, device='xpu').device)
     return res
 
 class Mixes(torch.autograd.Function):
@@ -94,16 +82,14 @@ def both_devices(module, x, device):
 
 def test_the_device():
     got, = run_ranks(rank_device, 1)
-    assert got['made']==({'cuda:1'}, True, {'cuda:0'}) and got['devices']==(2, 2, 'cuda', 'cuda:0')
     for text,found in zip(got['mixed'], ('cpu, cuda:1','cuda:0, cuda:1','invalid device ordinal')): assert found in text
     assert got['no_waits']=={}
     assert got['waits']==['_local_scalar_dense','copy to the host','tolist','_local_scalar_dense','index by a mask','nonzero',
                           'copy to the device','synchronize','copy to the device','copy to the device']
-    assert 'cpu, cuda:1' in got['in_backward'] and got['copy']=='cuda:1' and got['files']==({'cuda:1'}, {'cpu'}, {'cuda:0'})
+    assert 'cpu, cuda:1' in got['in_backward'] and got['files']==({'cuda:1'}, {'cpu'}, {'cuda:0'})
     assert 'comes back on cuda:1, and this rank has cuda:0' in got['foreign']
     assert got['autocast']==(torch.float16, torch.float32, torch.float64) and got['streams']==(True, False, True)
-    assert got['live']==(4000, True) and got['after']==(False, 'cpu', None) and 'float64' in got['float64']
-    assert got['xpu']==('xpu:1', False, 'xpu', 2) and got['index']==(1, 'xpu:1')
+    assert got['live']==(4000, True) and got['after']==(False, 'cpu', None)
 
 def rank_tensors_of_fastai():
     fastai = pytest.importorskip('fastai.vision.all')
@@ -117,14 +103,14 @@ def rank_tensors_of_fastai():
 
 def test_tensors_of_fastai(): assert run_ranks(rank_tensors_of_fastai, 1)==[((True, True, True), True, 'cuda', 'cuda')]
 
-def rank_refusals(kind, backend):
+def rank_refusals():
     "What nccl refuses, on two ranks"
     res = {}
-    with SimulatedGPU(2, kind, same_order=True) as sim:
-        setup_distrib(backend=backend)
+    with SimulatedGPU(2, same_order=True) as sim:
+        setup_distrib(backend='nccl')
         r = group_rank()
-        getattr(torch, kind).set_device(r)
-        x = torch.arange(6., device=kind).view(2, 3)
+        torch.cuda.set_device(r)
+        x = torch.arange(6., device='cuda').view(2, 3)
         dist.all_reduce(x)
         res['sum'] = x.tolist(),dist.get_backend(),str(x.device)
         objects = [None]*2
@@ -132,18 +118,17 @@ def rank_refusals(kind, backend):
         res['objects'] = objects
         res['cpu'] = error_of(dist.all_reduce, torch.ones(1))
         res['strides'] = error_of(dist.all_reduce, x.t())
-        res['dtype'] = error_of(dist.all_reduce, torch.ones(1, device=kind, dtype=torch.int16))
-        res['foreign'] = error_of(dist.all_reduce, torch.ones(1, device=f'{kind}:{1-r}'))
+        res['dtype'] = error_of(dist.all_reduce, torch.ones(1, device='cuda', dtype=torch.int16))
+        res['foreign'] = error_of(dist.all_reduce, torch.ones(1, device=f'cuda:{1-r}'))
         res['order'] = error_of(dist.all_reduce, x if r else x[0])
         res['collectives'] = Counter(o.name for o in sim.collectives)['allreduce_'],sum(o.bytes for o in sim.collectives[:1])
-        res['duplicate'] = error_of(dist.all_reduce, torch.ones(1, device=f'{kind}:0'), group=dist.new_group())
+        res['duplicate'] = error_of(dist.all_reduce, torch.ones(1, device='cuda:0'), group=dist.new_group())
         teardown_distrib()
     return res
 
-@pytest.mark.parametrize('kind,backend', [('cuda','nccl'), ('xpu','xccl')])
-def test_what_nccl_refuses(kind, backend):
-    for r,o in enumerate(run_ranks(rank_refusals, 2, kind, backend)):
-        assert o['sum']==([[0, 2, 4], [6, 8, 10]], backend, f'{kind}:{r}') and o['objects']==[0, 1] and o['collectives'][1]==24
+def test_what_nccl_refuses():
+    for r,o in enumerate(run_ranks(rank_refusals, 2)):
+        assert o['sum']==([[0, 2, 4], [6, 8, 10]], 'nccl', f'cuda:{r}') and o['objects']==[0, 1] and o['collectives'][1]==24
         texts = dict(cpu='No backend type associated with device type cpu', strides='contiguous', dtype='Unconvertible',
                      foreign='in which this rank has', order='different collectives', duplicate='Duplicate GPU detected')
         for k,text in texts.items(): assert text in o[k], k

@@ -19,8 +19,11 @@ class OddState(nn.Module):
         self.register_buffer('turned', torch.full((4, 3), float(rank)).T)
         self.register_buffer('none', torch.full((0, 3), float(rank)))
         self.register_buffer('scalar', torch.tensor(rank))
+        self.register_buffer('seen', torch.zeros((), dtype=F64)) # of this rank's batches
         self.frozen = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
-    def forward(self, x): return self.out(self.conv(x).relu().flatten(1))
+    def forward(self, x):
+        if self.training: self.seen += x.sum()
+        return self.out(self.conv(x).relu().flatten(1))
 
 def odd_state(W=1, rank=0):
     learn = make(picture(), W, rank)
@@ -41,6 +44,7 @@ def test_parameters_and_buffers_of_any_kind_and_optimizer_states_are_rank_0s():
             assert all((state[f'b_{k}']==1).all() for k in ('bool','int64','uint8','bfloat16','float16','complex64'))
             for k in ('turned','frozen','scalar'): assert (state[k]==0).all()
         for ps,qs in zip(trained, ranks[0][1], strict=True): assert all(map(torch.equal, ps, qs))
+    assert ranks[0][0][1]['seen']==ranks[1][0][1]['seen']!=0
 
 def rank_trained_before():
     "Each rank has trained by itself, on its own order, before the context: rank 0's optimizer counts, too"

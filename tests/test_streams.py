@@ -1,11 +1,14 @@
 "Streams and loaders of other packages, where they are installed: each sample once over all ranks; a resumed fit trains on the rest"
 import io,json,tarfile
-from pathlib import Path
+from importlib.util import find_spec
 import pytest, torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
-from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner
+from torch.utils.data import DataLoader, Dataset, RandomSampler, default_collate, get_worker_info
+from harness import Failed, caught
+from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner, num_distrib
+from learnerdist.core.env import shared_store
 from learnerdist.testing import run_ranks
+from test_position import Numbers
 
 reads = []
 
@@ -34,8 +37,22 @@ def stateful(folder):
 
 def stateful_stream(folder):
     from torchdata.stateful_dataloader import StatefulDataLoader
-    from test_position import Numbers
     return StatefulDataLoader(Numbers(37), 2)
+
+class Split(Numbers):
+    "Each worker reads numbers of its own"
+    def __iter__(self):
+        info = get_worker_info()
+        return (o for o in super().__iter__() if int(o[0])%info.num_workers==info.id)
+
+def stateful_workers(folder):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    return StatefulDataLoader(Split(37), 2, num_workers=2)
+
+def nodes(folder):
+    from torchdata.nodes import Batcher, Loader, Mapper, SamplerWrapper
+    batches = Batcher(SamplerWrapper(RandomSampler(range(37))), 2, drop_last=False)
+    return Loader(Mapper(batches, lambda idxs: default_collate([Rows()[i] for i in idxs])))
 
 def write_shards(folder):
     for s in range(3):
@@ -53,6 +70,7 @@ def webdataset(folder):
 # Needs, loader, samples, and whether what was trained on is left unread
 kinds = dict(hugging_face=('datasets', hugging_face, 36, True), shuffled=('datasets', lambda f: hugging_face(f, True), 36, False),
              stateful=('torchdata', stateful, 37, True), stateful_stream=('torchdata', stateful_stream, 37, None),
+             stateful_workers=('torchdata', stateful_workers, 37, None), nodes=('torchdata', nodes, 37, None),
              webdataset=('webdataset', webdataset, 21, None))
 
 class Seen(Callback):
@@ -64,33 +82,42 @@ class Seen(Callback):
         if self.n==self.stop: raise InterruptedError
         if not self.learn.repeated: self.seen += [(self.epoch,int(o)) for o in self.xb[0]]
 
-def fit(folder, name, kind, stop=None):
+def fit(folder, kind, stop=None, saves=True):
     torch.manual_seed(5)
     seen = Seen(stop)
     dls = DataLoaders(kinds[kind][1](folder))
-    learn = Learner(dls, nn.Linear(1, 1), nn.functional.mse_loss, torch.optim.SGD, lr=1e-4, path=folder/name)
+    learn = Learner(dls, nn.Linear(1, 1), nn.functional.mse_loss, torch.optim.SGD, lr=1e-4, path=folder/kind)
     learn.logger = lambda line: None
     with learn.distrib_ctx(seed=3, checks=False): # the self-check reads samples of its own
-        try: learn.fit(2, cbs=[seen,Checkpoint('c', 1)], resume=True)
-        except InterruptedError: pass
+        try: learn.fit(2, cbs=[seen,*[Checkpoint('c', 4)]*saves], resume=saves)
+        except InterruptedError: learn.dls.train.dl._iterator = None # torchdata's loader keeps it, in a cycle: its workers take 10 s to end
     return seen.seen
 
-def rank_resumes(folder, kind):
-    folder = Path(folder)
-    whole,parts = fit(folder, 'whole', kind),fit(folder, 'cut', kind, 9)
+def resumed(folder, kind):
+    whole,parts = fit(folder, kind, saves=False),fit(folder, kind, stop=9)
     reads.clear()
-    parts += fit(folder, 'cut', kind)
+    parts += fit(folder, kind)
     return parts==whole,len(reads),[o for e,o in whole if e==0]
 
-@pytest.mark.parametrize('W', [1, 2])
-@pytest.mark.parametrize('kind', list(kinds))
-def test_each_sample_once_and_no_batch_again(kind, W, tmp_path):
-    needs,_,n,unread = kinds[kind]
-    pytest.importorskip(needs)
-    if needs=='webdataset': write_shards(tmp_path)
-    ranks = [rank_resumes(tmp_path, kind)] if W==1 else run_ranks(rank_resumes, W, str(tmp_path), kind, timeout_s=200)
-    assert all(same for same,_,_ in ranks) and sorted(o for *_,os in ranks for o in os)==[*range(n)]
+def rank_resumes(folder):
+    shared_store() # of the launch: it stays
+    there = [k for k,(needs,*_) in kinds.items() if find_spec(needs) and (k,num_distrib())!=('nodes',2)] # it cannot be split
+    return {k: caught(resumed, folder, k) for k in there}
+
+@pytest.fixture(scope='module', params=[1,2])
+def ranks(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp('streams')
+    write_shards(path)
+    return run_ranks(rank_resumes, request.param, path, timeout_s=200)
+
+@pytest.mark.parametrize('kind', kinds)
+def test_each_sample_once_and_no_batch_again(kind, ranks):
+    W,(needs,_,n,unread) = len(ranks),kinds[kind]
+    if kind not in ranks[0]: pytest.skip(f'{kind} on {W}')
+    found = [o[kind] for o in ranks]
+    for o in found: assert not isinstance(o, Failed), o
+    assert all(same for same,_,_ in found) and sorted(o for *_,os in found for o in os)==[*range(n)]
     if unread is None: return
-    for _,n_reads,own in ranks:
+    for _,n_reads,own in found:
         if needs=='torchdata': assert 0<=n_reads-(2*len(own)-8*2)<=(4 if W>1 else 0) # and up to a batch an epoch that fills a share
         else: assert n_reads==2*n-(8*2*W//12*12 if unread else 0) # a rank reads the stream whole; it passes over whole shards of 12

@@ -6,9 +6,10 @@ mlflow,*_ = map(pytest.importorskip, ('mlflow','wandb','fastai'))
 from fastai.data.core import DataLoaders as FastaiLoaders
 from fastai.data.load import DataLoader as FastaiLoader
 from fastai.learner import Learner as FastaiLearner
-from learnerdist.all import (Callback, Checkpoint, DataLoaders, Learner, MLflowLogger, RunLogger, TfmdDL, Timer, WandbLogger, num_distrib)
+from learnerdist.all import Checkpoint, DataLoaders, Learner, MLflowLogger, TensorBoardLogger, TfmdDL, Timer, WandbLogger, num_distrib
 from learnerdist.fastai import DistributedTrainer # noqa: F401  (patches fastai's Learner)
 from learnerdist.testing import run_ranks
+from helpers import Raise
 from torch import nn
 
 x = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
@@ -105,7 +106,7 @@ def test_one_run_for_all_ranks(kind, tracker, tmp_path):
     assert [*runs]==[run_id] and other is None
     run = runs[run_id]
     points = run['points']
-    assert [n for n,_ in points['step/loss']]==[*range(1, 13)] and len(points['step/lr'])==12
+    assert [n for n,_ in points['step/loss']]==[*range(1, 13)] and [v for _,v in points['step/lr']]==[pytest.approx(.01)]*12
     assert [v for _,v in points['step/loss']]==pytest.approx(losses)
     assert points['epoch/valid_loss']==[(i+1,pytest.approx(o[1])) for i,o in enumerate(values)]
     assert points['epoch/train_loss']==[(i+1,pytest.approx(o[0])) for i,o in enumerate(values)]
@@ -114,14 +115,10 @@ def test_one_run_for_all_ranks(kind, tracker, tmp_path):
         model='Linear', loss='MSELoss', batch_size=12, samples=48, ranks=2)
     assert len(run['files'])==1 and set(run['ended'])=={0 if tracker=='wandb' else 'FINISHED'}
 
-class Fails(Callback):
-    def before_epoch(self):
-        if self.epoch==1: raise KeyError('in epoch 1')
-
 def fit(kind, tracker, path, failing):
     "The losses of a fit that fails, or of one that goes on, and the id of the run that was opened on this rank"
     learn,logger = make(kind, path),make_logger(tracker, path, log_model=not failing)
-    cbs = [logger,Checkpoint('states'),*[Fails()]*failing]
+    cbs = [logger,Checkpoint('states'),*[Raise('before_epoch', KeyError('in epoch 1'), at=1)]*failing]
     with suppress(KeyError), learn.distrib_ctx(): learn.fit(3, resume=not failing, cbs=cbs)
     return [float(o) for o in learn.recorder.losses],logger.run_id
 
@@ -166,17 +163,8 @@ def test_a_run_that_the_script_has_opened_is_used_and_left_open(tracker, tmp_pat
     (only,found), = read[tracker](tmp_path).items()
     assert opened=={} and {*ids}=={only} and len(found['points']['step/loss'])==4
 
-@pytest.mark.parametrize('tracker', ['wandb','mlflow'])
-def test_a_tracker_that_is_not_installed(tracker, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, tracker, None)
-    cb = WandbLogger() if tracker=='wandb' else MLflowLogger()
-    learn = make('ours', tmp_path, cbs=cb)
-    with pytest.raises(ValueError, match=rf"install the extra, pip install 'learnerdist\[{tracker}\]'"): learn.fit(1)
-
-def test_a_tracker_of_ones_own(tmp_path):
-    class Mine(RunLogger):
-        def write(self, rows): self.learn.rows = rows
-    learn = make('ours', tmp_path, cbs=Mine)
-    learn.fit(1)
-    assert [o[:2] for o in learn.rows]==[('step',1),('step',2),('step',3),('step',4),('epoch',1)]
-    assert learn.rows[0][2]==dict(loss=pytest.approx(learn.recorder.losses[0]), lr=.01)
+@pytest.mark.parametrize('module,logger', [('wandb',WandbLogger), ('mlflow',MLflowLogger), ('torch.utils.tensorboard',TensorBoardLogger)])
+def test_a_tracker_that_is_not_installed(module, logger, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    learn,extra = make('ours', tmp_path, cbs=logger()),module.rpartition('.')[2]
+    with pytest.raises(ValueError, match=rf"install the extra, pip install 'learnerdist\[{extra}\]'"): learn.fit(1)

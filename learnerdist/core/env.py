@@ -161,7 +161,7 @@ def _connect(timeout_s):
     try:
         with after(5, lambda: print(late, file=sys.stderr, flush=True)):
             return connect_store(os.environ, timeout_s, me==0)
-    except dist.DistNetworkError as e:
+    except RuntimeError as e: # torch's DistNetworkError; 2.6 has none for a port that is taken
         at += f' ({str(e).splitlines()[0]})'
         raise dist.DistNetworkError(f'rank {me} {why} MASTER_ADDR:MASTER_PORT={at}') from e
 

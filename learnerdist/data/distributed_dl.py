@@ -339,12 +339,18 @@ class Seeded(LoaderWrapper, Dataset):
         vars(self)['reads_batches'] = False
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c015
+_place = 'state_dict','load_state_dict' # what loads and saves its own place has both
+
 class _Stream(LoaderWrapper, IterableDataset):
     "A rank's share of an iterable data set. Reading and setting attributes goes through to that data set"
     inside = '_inner'
     _n = 0 # Items of all ranks that have been read
     def __init__(self, inner, dealer, after=()):
         vars(self).update(_inner=inner, _dealer=dealer, _after=after)
+    def __getattr__(self, k):
+        # its own place is not that of this rank's share: who would go on there, as torchdata's workers do, reads again
+        if k in _place: raise AttributeError(k)
+        return super().__getattr__(k)
     def __setattr__(self, k, v): setattr(self._inner, k, v)
     def __len__(self): return self._dealer.count(len(self._inner))
     def __iter__(self):
@@ -378,7 +384,7 @@ class _Stream(LoaderWrapper, IterableDataset):
 # %% ../../nbs/data/03_distributed_dl.ipynb #stm05
 def has_state(o)->bool:
     "Whether a loader or a stream saves and loads its own place"
-    return all(hasattr(type(o), k) for k in ('state_dict','load_state_dict'))
+    return all(hasattr(type(o), k) for k in _place)
 
 def saves_place(ds)->bool:
     """Whether a stream saves and loads its own place, as those of Hugging Face's `datasets` do, and nothing is lost.

@@ -42,13 +42,13 @@ _line = 64 # Bytes between the beginnings of buckets: a whole number of any dtyp
 _large = 2**26
 
 class SharedMean:
-    """State of a communication hook that averages gradients in shared memory, or adds them up. Sync point: all ranks
-    construct it"""
-    def __init__(self, ddp, links, mean=True): # see `can_share`
-        self.links = links
+    """State of a communication hook that averages gradients in shared memory; those of parts are added up. Sync point:
+    all ranks construct it"""
+    def __init__(self, ddp, links, parts=None): # see `can_share`; parts: `PartSums`
+        self.links,self.parts = links,parts
         self.W = links.world_size
         self.rank = links.rank
-        self.factor = 1/self.W if mean else 1.
+        self.factor = 1. if parts else 1/self.W
         self.turn,self.by_bucket = 0,{}
         # whose first pass calls every bucket the first, and none the last
         self.at_once = ddp.static_graph
@@ -66,12 +66,14 @@ class SharedMean:
             self.pending,self.end = [],0 # drops the rest of an interrupted backward pass
             if self.turns==1: self.links.meet() # every rank has read the slots
         if t.is_sparse:
-            bucket.set_buffer(t*(self.factor*self.W)) # torch's hook divides by W
+            if self.parts: self.parts.add(bucket)
+            bucket.set_buffer(bucket.buffer()*(self.factor*self.W)) # torch's hook divides by W
             fut = default_hooks.allreduce_hook(current_group(), bucket)
         else:
             fut = torch.futures.Future()
             slots,self.end = self._slots_of(t)
-            torch.mul(t, self.factor, out=slots[self.rank])
+            if self.parts: self.parts.put(bucket, slots[self.rank])
+            else: torch.mul(t, self.factor, out=slots[self.rank])
             self.pending.append((t,slots,fut))
         if self.at_once or bucket.is_last(): self._finish()
         return fut
@@ -126,21 +128,27 @@ class PartSums:
     def add(self, bucket):
         "Add them to a bucket of DDP"
         if bucket.buffer().is_sparse: return self._add_sparse(bucket)
-        params,gradients = bucket.parameters(),_gradients(bucket)
+        params,gradients = bucket.parameters(),_gradients(bucket, bucket.buffer())
         for found in self.pending:
             pairs = [(g,found[p]) for p,g in zip(params, gradients) if p in found]
             if pairs: foreach_add(*map(list, zip(*pairs)))
+
+    def put(self, bucket, out):
+        "As `add`, but the sums go to `out`, laid out as the bucket's buffer: one pass over the gradients less"
+        for p,g,total in zip(bucket.parameters(), *[_gradients(bucket, o) for o in (bucket.buffer(),out)]):
+            earlier = [found[p] for found in self.pending if p in found]
+            if not earlier: total.copy_(g)
+            for o in earlier: g = torch.add(g, o, out=total)
 
     def _add_sparse(self, bucket): # of one parameter
         p, = bucket.parameters()
         for found in self.pending:
             if p in found: bucket.set_buffer(add_grads({p: bucket.buffer()}, {p: found[p]})[p])
 
-def _gradients(bucket)->list:
-    """Views of the gradients in a bucket, laid out as DDP does it: as their parameters, if these are dense.
+def _gradients(bucket, flat)->list:
+    """Views of the gradients of a bucket in `flat`, laid out as DDP does it: as their parameters, if these are dense.
     `bucket.gradients()` takes channels_last for contiguous, and complex numbers for real ones"""
     params = bucket.parameters()
-    flat = bucket.buffer()
     if params[0].is_complex(): flat = torch.view_as_complex(flat.view(-1, 2))
     return [*map(_view_like, flat.split([p.numel() for p in params]), params)]
 
@@ -176,13 +184,7 @@ def _sum_hook(group, bucket):
 def _shm(ddp, links, parts=None):
     if not can_share(ddp, links):
         raise ValueError("comm_hook='shm': ranks on several machines, or on GPUs: leave comm_hook out")
-    _shared(ddp, SharedMean(ddp, links), parts)
-
-def _shared(ddp, state, parts):
-    def both(state, bucket):
-        if parts: parts.add(bucket)
-        return state.hook(bucket)
-    ddp.register_comm_hook(state, both)
+    ddp.register_comm_hook(SharedMean(ddp, links, parts), SharedMean.hook)
 
 # %% ../../nbs/distributed/09_replica.ipynb #shm01b
 def _without_memory(ddp, links, parts=None):
@@ -193,7 +195,7 @@ def _by_default(ddp, links, parts=None):
     """Shared memory where it can be; a hook that DDP or a callback registers before the first forward pass has
     precedence"""
     if not can_share(ddp, links): return _without_memory(ddp, links, parts)
-    if parts: return _shared(ddp, SharedMean(ddp, links, False), parts)
+    if parts: return _shm(ddp, links, parts)
     state = SharedMean(ddp, links) # a sync point, which the first forward pass is none of
     def register(*args):
         first.remove()
@@ -352,7 +354,7 @@ class Replica(Trained):
         self.unused = [] # Names of parameters that the loss does not use: their gradients are added up beside DDP
         self.trained = [],[]
         # By what the exchange divides the sum over ranks
-        self.divisor = 1 if by_parts and comm_hook in (_by_default,_without_memory) else group_size()
+        self.divisor = 1 if by_parts and comm_hook in (_by_default,_shm,_without_memory) else group_size()
         self._begin()
 
     def _begin(self):

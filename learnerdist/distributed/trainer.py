@@ -108,12 +108,12 @@ class Adapter(Callback, ABC):
         # Samples of a part of a step, at most. With `global_bs` a power of two times as many, the run has the same bits
         # on 1, 2, 4, … ranks. 'auto': as many as fit in memory
         max_bs=None,
-        **ddp_kw            # and DDP's
+        **kwargs            # DDP's
     ):
-        device = ddp_kw.pop('cuda_id', device)
-        opts = SimpleNamespace(**{k: v for k,v in locals().items() if k!='self'}) # these parameters
+        device = kwargs.pop('cuda_id', device)
+        opts = SimpleNamespace(**{k: v for k,v in locals().items() if k not in ('self','kwargs')}, ddp_kw=kwargs)
         check_options(opts)
-        opts.comm_hook,opts.shard = find_hook(comm_hook),shard_options(shard, ddp_kw, comm_hook)
+        opts.comm_hook,opts.shard = find_hook(comm_hook),shard_options(shard, kwargs, comm_hook)
         self.engine = Engine(self, opts)
 
     # --- the events of a fit, before other callbacks ---
@@ -251,10 +251,10 @@ def detach(learn):
 # %% ../../nbs/distributed/10_trainer.ipynb #c020b
 @patch
 @delegates(DistributedTrainer.__init__)
-def to_distributed(self:Learner, sync_bn:bool=True, **kw)->Learner:
+def to_distributed(self:Learner, sync_bn:bool=True, **kwargs)->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     check_plain(self)
-    return attach(self, DistributedTrainer(sync_bn, **kw))
+    return attach(self, DistributedTrainer(sync_bn, **kwargs))
 
 @patch
 def detach_distributed(self:Learner)->Learner:
@@ -266,17 +266,17 @@ def detach_distributed(self:Learner)->Learner:
 @patch
 @delegates(DistributedTrainer.__init__)
 @contextmanager
-def distrib_ctx(self:Learner, sync_bn:bool=True, **kw):
+def distrib_ctx(self:Learner, sync_bn:bool=True, **kwargs):
     """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
     exception"""
     check_plain(self)
     with failing_together(self.detach_distributed):
-        self.to_distributed(sync_bn, **kw)
+        self.to_distributed(sync_bn, **kwargs)
         yield self
 
 def list_options(*funcs):
     "Let `help`, also in scripts, list the options of a context"
-    text = f"{meanings(Adapter.__init__)}: {', '.join(ddp_options)}"
+    text = f"{meanings(Adapter.__init__)}\nkwargs: DDP's: {', '.join(ddp_options)}"
     listed = {o.partition(':')[0] for o in text.splitlines()}
     for f in funcs:
         own = [o for o in meanings(f).splitlines() if o.partition(':')[0] not in listed]

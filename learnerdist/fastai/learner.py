@@ -110,12 +110,12 @@ def _source(dl): # other loaders have the attributes of their data set, and a ta
 
 @patch
 @delegates(_get_preds)
-def get_preds(self:Learner, *args, gather='all', **kw):
+def get_preds(self:Learner, *args, gather='all', **kwargs):
     """As fastai's: predictions for the whole data set, in its order; in a context on every rank. gather: 'rank0': on
     other ranks all results are None"""
     known = gather in ('all','rank0')
     need(known, "give 'all' or 'rank0'; save_preds writes files", gather=gather)
-    call = signature(_get_preds).bind(self, *args, **kw)
+    call = signature(_get_preds).bind(self, *args, **kwargs)
     call.apply_defaults()
     given = call.arguments
     trainer = trainer_of(self)
@@ -204,10 +204,10 @@ def _silence(trainer):
 # %% ../../nbs/fastai/04_learner.ipynb #c017
 @patch
 @delegates(DistributedTrainer.__init__)
-def to_distributed(self:Learner, sync_bn=True, in_notebook=None, **kw)->Learner:
+def to_distributed(self:Learner, sync_bn=True, in_notebook=None, **kwargs)->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     check_plain(self)
-    trainer = DistributedTrainer(sync_bn, in_notebook, **kw)
+    trainer = DistributedTrainer(sync_bn, in_notebook, **kwargs)
     before = {*vars(self)}
     attach(self, trainer)
     _silence(trainer)
@@ -217,10 +217,10 @@ def to_distributed(self:Learner, sync_bn=True, in_notebook=None, **kw)->Learner:
 
 @patch
 @delegates(DistributedTrainer.__init__)
-def distrib_ctx(self:Learner, sync_bn=True, in_notebook=None, **kw):
+def distrib_ctx(self:Learner, sync_bn=True, in_notebook=None, **kwargs):
     """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
     exception"""
-    return CoreLearner.distrib_ctx(self, sync_bn, in_notebook=in_notebook, **kw)
+    return CoreLearner.distrib_ctx(self, sync_bn, in_notebook=in_notebook, **kwargs)
 
 list_options(Learner.to_distributed, Learner.distrib_ctx)
 

@@ -302,7 +302,7 @@ class Learner:
 
         device_ids: Indices of the GPUs to train on; None: every visible one"""
 
-    def to_distributed(self, sync_bn: bool=True, *, device: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw) -> Learner:
+    def to_distributed(self, sync_bn: bool=True, *, device: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kwargs) -> Learner:
         """Train, evaluate and predict on all ranks from now on, until `detach_distributed`
 
         sync_bn: BatchNorm over the global batch
@@ -317,14 +317,14 @@ class Learner:
         timeout_s: Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         global_bs: Samples in a step of all ranks together, whatever their number; None: the loader's batch size on each rank
         max_bs: Samples of a part of a step, at most. With `global_bs` a power of two times as many, the run has the same bits on 1, 2, 4, … ranks. 'auto': as many as fit in memory
-        ddp_kw: and DDP's: bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph, broadcast_buffers, mixed_precision"""
+        kwargs: DDP's: bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph, broadcast_buffers, mixed_precision"""
 
     def detach_distributed(self) -> Learner:
         """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is
         closed if we opened it"""
 
     @contextmanager
-    def distrib_ctx(self, sync_bn: bool=True, *, device: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw):
+    def distrib_ctx(self, sync_bn: bool=True, *, device: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kwargs):
         """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
         exception
 
@@ -340,7 +340,7 @@ class Learner:
         timeout_s: Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         global_bs: Samples in a step of all ranks together, whatever their number; None: the loader's batch size on each rank
         max_bs: Samples of a part of a step, at most. With `global_bs` a power of two times as many, the run has the same bits on 1, 2, 4, … ranks. 'auto': as many as fit in memory
-        ddp_kw: and DDP's: bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph, broadcast_buffers, mixed_precision"""
+        kwargs: DDP's: bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph, broadcast_buffers, mixed_precision"""
 
     def lr_find(self, start_lr=1e-07, end_lr=10, num_it: int=100, stop_div: bool=True, show_plot: bool=True) -> Rates:
         """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses
@@ -388,7 +388,7 @@ class Learner:
         with_opt: Also load the optimizer's state, if the file has it; a checkpoint gives weights only
         strict: The keys of the file and of the model must be the same"""
 
-    def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, *, cbs=None, reset_opt=False, start_epoch=0, ddp: Any=..., amp: Any=..., resume: Any=..., **flags):
+    def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, *, cbs=None, reset_opt=False, start_epoch=0, ddp: Any=..., amp: Any=..., resume: Any=..., **kwargs):
         """Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)
 
         n_epoch: As in `fit`
@@ -401,8 +401,7 @@ class Learner:
         start_epoch: Skip the epochs before this one: the rate is what it would be then
         ddp: True, or a dict of options of `distrib_ctx`: fit in this context
         amp: True, 'fp16' or 'bf16': mixed precision, see `MixedPrecision`
-        resume: True: go on from the fit's `Checkpoint`; a folder: as `Checkpoint(folder, resume=True)`
-        flags: As in `fit`"""
+        resume: True: go on from the fit's `Checkpoint`; a folder: as `Checkpoint(folder, resume=True)`"""
 
     def freeze_to(self, n: int):
         """Freeze the parameter groups before `n`, train the others, and forget the state of the optimizer. ValueError if

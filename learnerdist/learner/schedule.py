@@ -132,7 +132,7 @@ def fit_one_cycle(self:Learner,
     pct_start=.25,  # Fraction of the steps in which the rate rises
     *, cbs=None, reset_opt=False, # As in `fit`
     start_epoch=0,  # Skip the epochs before this one: the rate is what it would be then
-    **flags         # As in `fit`
+    **kwargs        # As in `fit`
 ):
     "Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"
     need(0<=pct_start<=1, 'give a fraction of the steps, from 0 to 1', pct_start=pct_start)
@@ -151,7 +151,7 @@ def fit_one_cycle(self:Learner,
         # with what the first has set in the optimizer's groups
         return make(last_epoch=start-1) if start else sched
     cbs = [Scheduler(one_cycle),*listify(cbs)]
-    with self.flagged(flags): self.fit(n_epoch, lr_max, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch)
+    with self.flagged(kwargs): self.fit(n_epoch, lr_max, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch)
 
 # %% ../../nbs/learner/09_schedule.ipynb #ftn11
 # for isinstance

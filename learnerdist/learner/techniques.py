@@ -255,10 +255,13 @@ class GradientAccumulation(Callback):
             self.stepping = last or self.count>=self.n_acc
         self.runner.loop.accumulate(self.stepping, self.n_acc)
 
-    def before_backward(self):
+    def after_loss(self):
+        "What the loss counts: of its labels, which callbacks may change after it"
         if self.runner.loop.weighs or loss_kind(self.learn)=='sum': return # the gradients of sums need no weights
         counted = loss_over(self.learn).kind=='items' or self.learn.items is not None
         self.batch_items = n_items(self.learn) if counted else self.n
+    def before_backward(self):
+        if self.runner.loop.weighs or loss_kind(self.learn)=='sum': return
         self.learn.loss_grad = self.loss_grad*(self.batch_items/self.n_acc)
 
     def after_cancel_backward(self): self.batch_items = 0
