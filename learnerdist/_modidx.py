@@ -1203,6 +1203,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                 'learnerdist/distributed/compiling.py'),
                                                    'learnerdist.distributed.compiling.Compiled.before_validate': ( 'distributed/compiling.html#compiled.before_validate',
                                                                                                                    'learnerdist/distributed/compiling.py'),
+                                                   'learnerdist.distributed.compiling.Compiled.full_rows': ( 'distributed/compiling.html#compiled.full_rows',
+                                                                                                             'learnerdist/distributed/compiling.py'),
                                                    'learnerdist.distributed.compiling.Compiled.of_loop': ( 'distributed/compiling.html#compiled.of_loop',
                                                                                                            'learnerdist/distributed/compiling.py'),
                                                    'learnerdist.distributed.compiling.Compiled.switch_off': ( 'distributed/compiling.html#compiled.switch_off',

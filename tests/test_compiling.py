@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 from torch.utils.data import TensorDataset
 import scenes
 from harness import close, needs_fsdp2
+from helpers import At
 from learnerdist.core.compat import fsdp_on_cpu
 from scenes import F32, draws, scene
 from learnerdist.all import *
@@ -158,6 +159,25 @@ def test_what_is_compiled_and_what_is_left_of_it():
     learn = make(cbs=Fails).compile(backend='eager')
     with pytest.raises(ZeroDivisionError), learn.no_logging(): learn.fit(1)
     assert traces(learn.model)==[] # an error in a batch leaves the plain model
+
+@pytest.mark.parametrize('ctx', [{}, dict(global_bs=12, max_bs=3)])
+@pytest.mark.parametrize('n', [42,48])
+def test_a_resume_before_the_last_step_compiles_what_the_whole_run_does(ctx, n, tmp_path):
+    "The first batch of a loop says what a full one is, but there it may be short: inductor would draw other numbers for dropout"
+    def fit(path, cbs=()):
+        on = [] # whether the model runs compiled, of each batch of training
+        class Look(Callback):
+            order = 10**9
+            def before_batch(self):
+                if self.training: on.append(bool(self.learn.compiled.on))
+        learn = scenes.make(compiled_scene(n=n), 1).compile(backend='eager')
+        learn.path = path
+        with learn.no_logging(), learn.distrib_ctx(seed=3, **ctx): learn.fit(1, cbs=[Look, Checkpoint('c', 1), *cbs], resume=True)
+        return on
+    whole = fit(tmp_path/'whole')
+    with pytest.raises(ZeroDivisionError): fit(tmp_path/'cut', [At(4)])
+    again = fit(tmp_path/'cut')
+    assert again==whole[-len(again):] and all(again)==(n==48) and len(again)==(4 if ctx else 1)
 
 def fastai_fit(compiled):
     "Weights, predictions and graphs of a fastai learner"

@@ -1,5 +1,5 @@
 "`save` writes once, whole or not at all, and waits for nobody; the `load` that follows sees the file on any rank"
-import contextlib,io,operator,os,stat,sys,time
+import contextlib,io,operator,os,resource,stat,sys,time
 from functools import partial
 from pathlib import Path
 import pytest, torch
@@ -10,6 +10,7 @@ from fastai.callback.tracker import SaveModelCallback as FastaiSave
 from learnerdist.all import *
 from learnerdist.fastai import load_learner
 from learnerdist.core import env
+from learnerdist.core.weights import save_sealed
 from learnerdist.testing import run_ranks
 
 def make(path, rank=0, value=None, opt=torch.optim.SGD):
@@ -92,6 +93,17 @@ def test_absent_file_and_other_model(tmp_path):
     with pytest.raises(RuntimeError, match='Unexpected key'): other.load('a')
     other.load('a', strict=False)
     assert torch.equal(other.model[0].weight, learn.model[0].weight)
+
+def test_a_disk_that_is_full_at_any_byte(tmp_path):
+    "Also where torch then cannot end its archive, and raises another error"
+    data = {f'w{i}': torch.ones(50, i+1) for i in range(40)}
+    size,_ = save_sealed(data, tmp_path/'a')
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for n in range(100, size, 997):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (n,limits[1]))
+        try:
+            with pytest.raises(OSError, match='File too large'): save_sealed(data, tmp_path/'b')
+        finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     learn = make(tmp_path)

@@ -1,5 +1,5 @@
 "The launcher as a command, in processes of its own; run() from scripts, from here, and from within a rank"
-import fcntl,json,os,pty,re,select,signal,socket,stat,subprocess,sys,termios
+import fcntl,io,json,os,pty,re,select,signal,socket,stat,subprocess,sys,termios
 from pathlib import Path
 from types import SimpleNamespace
 import pytest
@@ -73,8 +73,8 @@ try: # a signal may come as soon as the FIFO is closed
         raise KeyError(rank)
     threading.Event().wait()
 except KeyboardInterrupt:
-    end = time.monotonic() + 7
-    while how == 'saves' and time.monotonic() < end: threading.Event().wait(.1) # what it saves takes long
+    end = time.monotonic() + 7*(rank == '0')
+    while how == 'saves' and time.monotonic() < end: threading.Event().wait(.1) # what it saves takes long; rank 1 ends before
     if how == 'saves': open(f'{sys.argv[1]}.{rank}', 'w').close()
     raise
 '''
@@ -170,6 +170,17 @@ def test_output_that_nobody_reads(monkeypatch):
     assert out.show()
     out.close()
 
+@pytest.mark.parametrize('encoding,shown', [
+    ('utf-8',b'\xe2\x94\x81\\xe9'), ('latin-1',b'\xe2\x94\x81\xe9'), ('ascii',rb'\xe2\x94\x81\xe9')])
+def test_output_in_another_encoding(encoding, shown, monkeypatch):
+    "The launcher shows what it can; it ended by an error, and the run with it"
+    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(io.BytesIO(), encoding))
+    out = Output('[r1] ', 'stdout')
+    os.write(out.writer, b'\xe2\x94\x81\xe9') # UTF-8, and a byte of another one
+    os.close(out.writer)
+    out.close()
+    assert sys.stdout.buffer.getvalue()==b'[r1] '+shown+b'\n'
+
 def test_output_that_never_ends():
     "A process that a rank has left prints on, faster than the launcher reads"
     class Again:
@@ -230,6 +241,7 @@ wrong = '''import asyncio,os,signal,sys,threading
 if os.environ['RANK'] == '2':
     if sys.argv[1] == 'SIGTERM': os.kill(os.getpid(), signal.SIGTERM)
     if sys.argv[1] == 'interrupt': os.kill(os.getpid(), signal.SIGINT)
+    if sys.argv[1] == 'empty': sys.exit('')
     sys.excepthook = lambda *a: print('my hook', a[1])
     threading.Thread(target=threading.Event().wait).start() # Python's end waits for it
     raise asyncio.CancelledError('no')
@@ -238,7 +250,7 @@ threading.Event().wait()
 '''
 
 @pytest.mark.parametrize('how,messages,status', [
-    ('interrupt','KeyboardInterrupt:  (',130),
+    ('interrupt','KeyboardInterrupt:  (',130), ('empty','SystemExit:  (',1),
     pytest.param('SIGTERM','ended by SIGTERM',143, marks=pytest.mark.long), ('in C','CancelledError: no',1)])
 def test_the_rank_that_failed_is_named(how, messages, status, tmp_path):
     "And not one that torchrun ends because of it, by SIGTERM, or by SIGKILL where it does not hear that"
@@ -309,12 +321,14 @@ def ignore_hup(): signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 def test_no_process_is_left_after_a_signal(tmp_path):
     # SIGINT finds ranks that wait in C; ranks that save have torchrun's 30 seconds to shut down; children of those that raise hear no
-    # signal; the first signal of the last one is ignored as under nohup, and its ranks put their work off
+    # signal; those of a comparison with one process end with it; the first signal of the last one is ignored as under nohup, and its
+    # ranks put their work off
     cases = {'in C': (signal.SIGINT,130), 'saves': (signal.SIGINT,130), 'raise': (None,1), 'killed': (signal.SIGKILL,-9),
-             'ended': (signal.SIGTERM,143), 'put off': (signal.SIGHUP,75)}
+             'verify': (signal.SIGTERM,-15), 'ended': (signal.SIGTERM,143), 'put off': (signal.SIGHUP,75)}
     runs = {}
     for how in cases:
         options = ['--max-restarts',2,*shutdown_in(2)]*(how not in ('saves','raise'))
+        if how == 'verify': options += ['--verify',2]
         runs[how] = start_waiting(tmp_path/how, *options, how=how, begin=ignore_hup if how=='put off' else int)
     pids = {how: pids_of(o) for how,o in runs.items()}
     for how,(sig,_) in cases.items():

@@ -40,7 +40,12 @@ def seal(path)->tuple:
 def save_sealed(data, path)->tuple:
     """Write `data` as `torch.save` does, with a checksum. OSError when the disk is full. data: tensors and plain data;
     returns: as from `seal`"""
-    with open(path, 'wb') as f: torch.save(data, f) # given a path, torch raises a RuntimeError then
+    try:
+        with open(path, 'wb') as f: torch.save(data, f) # given a path, torch raises a RuntimeError then
+    except RuntimeError as e:
+        # so it may of an archive that it cannot end, after an error of the disk
+        if isinstance(e.__context__, OSError): raise e.__context__ from None
+        raise
     return seal(path)
 
 # %% ../../nbs/core/06_weights.ipynb #ckf03

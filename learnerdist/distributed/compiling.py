@@ -15,6 +15,7 @@ from torch import nn
 
 from ..core.compat import call_with_hooks,compiled_call,compiled_inside,plain_calls
 from ..core.stacks import need
+from ..data.dealing import dealer_of
 from ..data.loaders import batch_shape
 from .batchnorm import leave_uncompiled
 from .sharded import repeated_blocks
@@ -67,10 +68,20 @@ class Compiled(Callback):
 
     def before_batch(self):
         n = batch_rows(self.learn)
-        if self.rows is None: self.rows = n
+        if self.rows is None: self.rows = self.full_rows(n)
         self.switch_off()
         if n==self.rows: return self.switch_on()
         self.n_eager += 1
+
+    def full_rows(self, n):
+        """Samples in a batch of full size. n: in the first one of this loop. If it was resumed, that may be the last
+        one of the epoch, which is short"""
+        learn = self.learn
+        dealer = dealer_of(learn.dl)
+        others_follow = learn.n_iter and learn.iter+1<learn.n_iter
+        if learn.iter==0 or others_follow: return n
+        if dealer is not None and dealer.n_parts: return -(-dealer.step//dealer.n_parts)
+        return batch_shape(learn.dl)[0] or n
 
     def switch_on(self):
         "From now on the model runs compiled"

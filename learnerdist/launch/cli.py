@@ -6,8 +6,9 @@
 __all__ = ['main']
 
 # %% ../../nbs/launch/05_cli.ipynb #c002
-import argparse,gc,inspect,os,runpy,signal,subprocess,sys
+import argparse,gc,inspect,os,runpy,signal,sys
 from contextlib import suppress
+from importlib import import_module
 from itertools import dropwhile,takewhile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ..core.hosts import check_slurm,foreign_rank,loopback,slurm_env
 from ..core.stacks import frames_of,need,users_frame
 from .forkserver import ForkServer,begin_rank,enter,import_first
 from .forkserver import seed_alike,serve,share_of_cores
+from . import processes
 from .processes import count_nproc,serve_calls
 from .watch import ended_well,launch,leave_report,log
 
@@ -69,8 +71,9 @@ def get_parser()->argparse.ArgumentParser:
     return res
 
 def _run(module, *args):
-    "Run another command of ours; its exit status"
-    return subprocess.run([sys.executable,'-m',module,*args]).returncode
+    "Run another command of ours, here: what ends this process ends the command, and its ranks. returns: exit status"
+    try: return import_module(module).main([*args])
+    finally: processes.server.close() # of its ranks
 
 # %% ../../nbs/launch/05_cli.ipynb #cl04
 def guess(args:list)->tuple:
@@ -222,8 +225,8 @@ def _worker(parent, argv):
         return 130
     except SystemExit as e:
         _keep(_in_script(e).tb_frame.f_globals)
-        status = int(bool(e.code)) # of a text, which Python prints
-        if isinstance(e.code, int): e.code = status = e.code & 0xff or status # of 256 the system would make 0
+        status = int(e.code is not None) # 1 of a text, which Python prints
+        if isinstance(e.code, int): e.code = status = e.code & 0xff or int(e.code != 0) # of 256 the system would make 0
         if not ended_well(status): _report(e, status)
         raise
     except BaseException as e:
@@ -281,9 +284,9 @@ def _launch(args, server):
     target = [*(['-m'] if o.module else []), o.training_script, *o.training_script_args]
     try:
         _check(o)
-        if o.plan: return _run('learnerdist.plan', str(o.plan), *target)
-        _complete(o)
+        if not o.plan: _complete(o)
     except (ValueError, OSError) as e: parser.error(str(e))
+    if o.plan: return _run('learnerdist.plan', str(o.plan), *target)
     if 'triton' not in sys.modules: gc.freeze() # as in `preload`
     if o.verify:
         status = _run('learnerdist.verify', f'--nproc={o.nproc}', f'--steps={o.verify}', *target)

@@ -218,10 +218,11 @@ class Output:
     def _write(self, lines):
         out = getattr(sys, self.stream, None) # None: closed
         if not lines or out is None: return
+        as_shown = getattr(out, 'encoding', None) or 'utf-8' # what a rank prints may be in another encoding
         try:
             for line in lines:
                 # the label is where a terminal shows it: after the last return
-                before,cr,rest = line.decode(errors='replace').rstrip('\r').rpartition('\r')
+                before,cr,rest = line.decode(as_shown, 'backslashreplace').rstrip('\r').rpartition('\r')
                 out.write(f'{before}{cr}{self.label}{rest}\n')
             out.flush()
         except OSError: self.stream = '' # nobody reads it, as of `| head`: rank 0 gets the error when it prints

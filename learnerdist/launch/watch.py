@@ -295,6 +295,7 @@ class Watch:
 
     def _after_failure(self, failed, running):
         self.failed = failed
+        if self.signal: return # the others have got it, too, and `term_s` seconds
         if failed.failure().is_absence(): self._ask(running)
         why = f'ended, because it still ran {self.grace_s} s after rank {failed.rank} failed'
         if self.grace_s: self.end_within(self.grace_s, why)
