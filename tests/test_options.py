@@ -73,5 +73,5 @@ def rank_plain_bn():
 def test_help_lists_the_options_in_a_script_and_in_editors():
     stub = (Path(learnerdist.__file__).parent/'learner/learner.pyi').read_text()
     for text in (Learner.distrib_ctx.__doc__,Learner.to_distributed.__doc__,stub.partition('def distrib_ctx')[2]):
-        assert 'max_bs: Samples of a part of a step' in text and "kwargs: DDP's: b" in text, text
+        assert 'max_bs: Samples of a part of a step' in text and "kwargs: and DDP's: b" in text, text
     assert 'lr: ' in stub.partition('def fit(')[2].partition('def ')[0]

@@ -108,7 +108,7 @@ class Adapter(Callback, ABC):
         # Samples of a part of a step, at most. With `global_bs` a power of two times as many, the run has the same bits
         # on 1, 2, 4, … ranks. 'auto': as many as fit in memory
         max_bs=None,
-        **kwargs            # DDP's
+        **kwargs            # and DDP's
     ):
         device = kwargs.pop('cuda_id', device)
         opts = SimpleNamespace(**{k: v for k,v in locals().items() if k not in ('self','kwargs')}, ddp_kw=kwargs)
@@ -276,7 +276,7 @@ def distrib_ctx(self:Learner, sync_bn:bool=True, **kwargs):
 
 def list_options(*funcs):
     "Let `help`, also in scripts, list the options of a context"
-    text = f"{meanings(Adapter.__init__)}\nkwargs: DDP's: {', '.join(ddp_options)}"
+    text = f"{meanings(Adapter.__init__)}\nkwargs: and DDP's: {', '.join(ddp_options)}"
     listed = {o.partition(':')[0] for o in text.splitlines()}
     for f in funcs:
         own = [o for o in meanings(f).splitlines() if o.partition(':')[0] not in listed]

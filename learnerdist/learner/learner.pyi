@@ -317,7 +317,7 @@ class Learner:
         timeout_s: Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         global_bs: Samples in a step of all ranks together, whatever their number; None: the loader's batch size on each rank
         max_bs: Samples of a part of a step, at most. With `global_bs` a power of two times as many, the run has the same bits on 1, 2, 4, … ranks. 'auto': as many as fit in memory
-        kwargs: DDP's: bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph, broadcast_buffers, mixed_precision"""
+        kwargs: and DDP's: bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph, broadcast_buffers, mixed_precision"""
 
     def detach_distributed(self) -> Learner:
         """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is
@@ -340,7 +340,7 @@ class Learner:
         timeout_s: Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         global_bs: Samples in a step of all ranks together, whatever their number; None: the loader's batch size on each rank
         max_bs: Samples of a part of a step, at most. With `global_bs` a power of two times as many, the run has the same bits on 1, 2, 4, … ranks. 'auto': as many as fit in memory
-        kwargs: DDP's: bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph, broadcast_buffers, mixed_precision"""
+        kwargs: and DDP's: bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph, broadcast_buffers, mixed_precision"""
 
     def lr_find(self, start_lr=1e-07, end_lr=10, num_it: int=100, stop_div: bool=True, show_plot: bool=True) -> Rates:
         """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses
