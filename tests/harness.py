@@ -14,6 +14,7 @@ from learnerdist.core.env import group_rank, group_size, num_distrib, process_gr
 from learnerdist.testing import run_ranks
 
 needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
+def newer_torch(why): return pytest.mark.skipif(torch.__version__<'2.7', reason=f'torch 2.6: {why}')
 # What 2 ranks show is shown by 3 before a release
 on_2_and_3 = pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 

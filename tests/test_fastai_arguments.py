@@ -4,6 +4,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 import pytest
+pytest.importorskip('accelerate') # as for fastai.distributed
 from fastai.learner import Learner as FastaiLearner
 from test_fastai import make
 import learnerdist.all as ours
@@ -80,7 +81,6 @@ def test_the_star_has_what_scripts_use():
 root = Path(__file__).parent.parent
 def test_every_option_of_theirs():
     "Those of `fastai.distributed` and of Accelerate: each is taken, or is an error and in the docs"
-    pytest.importorskip('accelerate')
     page = json.loads((root/'nbs/tutorials/from_fastai_distributed.ipynb').read_text())
     named = {*re.findall(r'`(\w+)[=`]', '\n'.join(''.join(o['source']) for o in page['cells']))}
     lib = find_spec('accelerate').submodule_search_locations[0]

@@ -5,6 +5,7 @@ import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 from learnerdist.all import *
+from learnerdist.core.compat import fsdp_on_cpu
 from learnerdist.distributed import profiling
 from learnerdist.data.dealing import count_parts
 from learnerdist.testing import run_ranks
@@ -149,7 +150,8 @@ def answers():
     with process_group():
         most = [99,3,2][-1-group_rank()] # of 3 ranks, and of 2
         res = dict(cut=fit(max_bs=5), real=fit(partial(Limited, most, 'forward', True), max_bs='auto'), fastai=fastais(max_bs=5),
-                   fastai_auto=fastais(most, max_bs='auto'), ddp=reductions(), sharded=fit(n=48, max_bs=5, shard=True), bad=bad_contexts())
+                   fastai_auto=fastais(most, max_bs='auto'), ddp=reductions(), bad=bad_contexts(),
+                   sharded=fit(n=48, max_bs=5, shard=fsdp_on_cpu))
         res |= {f'auto {o}': fit(partial(Limited, most, o), max_bs='auto') for o in ('forward','backward')}
         cancelled = {'first batch': (CancelBatchException, 0), 'second batch': (CancelBatchException, 1),
                      'second fit': (CancelFitException, 1)}

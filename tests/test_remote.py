@@ -204,6 +204,7 @@ def test_what_cannot_succeed_is_tried_once(memory, monkeypatch):
         def info(path, error=error): raise error('no')
         monkeypatch.setattr(memory, 'info', info)
         with pytest.raises(RemoteError, match=f'memory:///run/a: {error.__name__}'): as_path('memory://run/a').exists()
+    pytest.importorskip('s3fs')
     for address,why in {'s3://':'give a folder or a file', 'nope://run':'nope://run: .*not known.*such as s3://bucket'}.items():
         with pytest.raises(ValueError, match=why): as_path(address)
 

@@ -598,7 +598,9 @@ def transformer():
 def halves(): return short(dtype=torch.float16)
 class Autocast(Callback):
     "As mixed precision, around the whole batch"
-    def before_batch(self): self.ctx = torch.autocast('cpu', torch.bfloat16).__enter__()
+    def before_batch(self):
+        self.ctx = torch.autocast('cpu', torch.bfloat16)
+        self.ctx.__enter__()
     def after_loss(self): self.ctx.__exit__(None, None, None)
 def autocast(): return short(dtype=torch.float32, cbs=Autocast())
 
