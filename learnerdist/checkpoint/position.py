@@ -83,9 +83,10 @@ class PlacedLoader(LoaderWrapper):
         if self.own_state is not None: own.load_state_dict(self.own_state)
         dealer = dealer_of(self.dl)
         if dealer is not None: dealer.n_skip = first # its batches are seeded by their number
-        # workers are seeded from the streams; an order is drawn now, or with the first batch: by the same
+        # workers are seeded from the streams; an order is drawn now, or with the first batch, by the same streams
         begin = first if self.own_state is None else 0
-        if self.seeds: self.seeds(begin, *[0]*self.seeds_itself)
+        moment = (begin,0) if self.seeds_itself else (begin,) # a loader that seeds itself does so by batch and rank
+        if self.seeds: self.seeds(*moment)
         streams = dict(self.resumed['batches']) if self.resumed else {}
         if self.resumed: set_streams(self.dls, self.resumed['start'])
         if self.dls is not None: self.at_start = streams_now(self.dls)

@@ -534,7 +534,7 @@ class Engine(Runner):
     def end_fit(self):
         "Remove the replica and hooks of a step that has failed, and give the BatchNorm layers their own class back"
         self.loop.end_running()
-        for o in self.loop.step.handles if self.loop.step else (): o.remove()
+        if self.loop.step: self.loop.step.remove_hooks()
         self.loop = Loop()
         if self.replica is not None: self.replica.undo()
         self.replica = None

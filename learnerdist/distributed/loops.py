@@ -537,8 +537,7 @@ class TrainingLoop(Loop):
         """After a backward pass, after other callbacks: leave a step of which all parts were cancelled, as one process
         does"""
         step = self.step
-        for o in step.handles: o.remove()
-        step.handles = ()
+        if step.handles: step.remove_hooks()
         if not step.is_last: return
         # without an exchange nobody knows what others have cancelled
         if step.cancelled and self.links and not step.sends and not step.counts:

@@ -147,7 +147,7 @@ class Step:
     cancelled_by_all = None # What is cancelled, if all parts of all ranks are
     is_over = False # Whether all backward passes are over, and gradients have their scale
     ends_accumulation = False # Whether a callback has accumulated earlier batches, whose gradients are with these
-    handles = ()    # Of hooks on the gradients of a part that counts for nothing
+    handles = ()    # Of hooks on parameters, for the gradients of a part that counts for nothing
     def __init__(self, parts:list, n_parts:int, statistics=None): # n_parts: of all ranks; statistics: `PartStatistics`
         self.parts = parts
         self.n_parts = n_parts
@@ -168,6 +168,10 @@ class Step:
     def ends_run(self)->bool:
         "Whether the present part is the last one whose gradients autograd adds up"
         return (self.i+1)%self.in_place==0
+    def remove_hooks(self):
+        "Give the parameters up again"
+        for o in self.handles: o.remove()
+        self.handles = ()
     def weights(self):
         "The items of this rank's parts that count, added in the tree"
         return tree_sum([o.weight for o in self.parts])

@@ -255,21 +255,22 @@ class GradientAccumulation(Callback):
             self.stepping = last or self.count>=self.n_acc
         self.runner.loop.accumulate(self.stepping, self.n_acc)
 
+    def weighs_here(self)->bool:
+        "Whether this callback weighs losses: the loop does not, and the gradients of sums need no weights"
+        return not self.runner.loop.weighs and loss_kind(self.learn)!='sum'
     def after_loss(self):
         "What the loss counts: of its labels, which callbacks may change after it"
-        if self.runner.loop.weighs or loss_kind(self.learn)=='sum': return # the gradients of sums need no weights
+        if not self.weighs_here(): return
         counted = loss_over(self.learn).kind=='items' or self.learn.items is not None
         self.batch_items = n_items(self.learn) if counted else self.n
     def before_backward(self):
-        if self.runner.loop.weighs or loss_kind(self.learn)=='sum': return
-        self.learn.loss_grad = self.loss_grad*(self.batch_items/self.n_acc)
+        if self.weighs_here(): self.learn.loss_grad = self.loss_grad*(self.batch_items/self.n_acc)
 
     def after_cancel_backward(self): self.batch_items = 0
     def after_backward(self):
         self.items = self.items+self.batch_items
         self.batch_items = 0
-        if not self.stepping or self.runner.loop.weighs: return
-        if loss_kind(self.learn)=='sum': return
+        if not self.stepping or not self.weighs_here(): return
         self.runner.loop.note_items(self.items)
         k = self.n_acc/(self.items+(self.items==0))
         is_one = not isinstance(k, torch.Tensor) and k==1
