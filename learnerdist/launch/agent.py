@@ -89,7 +89,8 @@ class Machines:
     def _watch(self):
         try:
             while not self.over.wait(self.beat_s): self.beat()
-            self.store.set(self.keys[self.me], json.dumps(self.word | dict(done=True)))
+            self.word['done'] = True
+            self.beat()
         except RuntimeError as e:
             self.lost = e
             # the launcher with the store may have ended well, as this one will in a moment
@@ -110,11 +111,19 @@ class Machines:
                 log(f'{o["name"]} is gone, or the link to it: {silent}')
 
     def find_gone(self):
-        "Ranks here have failed, and do not know why: wait until a machine is reported, or all others have been heard"
+        """Ranks here have failed, and do not know why: wait until a machine is reported, or all others have been heard;
+        and then, at most 30 s, until the others know as well, since the store that tells them may end with this
+        launcher"""
         since = time.monotonic()
         others = [i for i in range(len(self.keys)) if i != self.me]
         while not (self.lost or self.gone or all(self.heard[i] > since for i in others)): self.over.wait(.1)
-        if self.lost: self.report_lost(self.lost)
+        if self.lost: return self.report_lost(self.lost)
+        self.close()
+        end = time.monotonic()+30
+        with suppress(RuntimeError):
+            while time.monotonic() < end and not all(i in self.gone or self.words[i].get('done') for i in others):
+                time.sleep(.1)
+                self.beat()
 
     def close(self):
         "This launcher is done, and may be silent"
