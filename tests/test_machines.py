@@ -102,14 +102,17 @@ def gone(i): return rf'{ranks_of(i)} is gone, or the link to it: its launcher ha
 def no_way(i): return f'machine-{"abcd"[i]} cannot reach machine-a:29500, where the launchers meet'
 
 @pytest.mark.long
-def test_a_rank_is_killed(tmp_path):
-    "Both launchers name the rank, at once"
+@pytest.mark.parametrize('rank,sig,other', [(3, signal.SIGKILL, 'rank 3 ended by SIGKILL'),
+                                            (0, signal.SIGSEGV, '.*: rank 0, which runs it, has ended')])
+def test_a_rank_is_killed(rank, sig, other, tmp_path):
+    "Both launchers name the rank, at once. Rank 0 has the ranks' store, so the other machine's ranks do not get how it ended"
     with machines.machines() as (enter,_), Launch(enter, 2, tmp_path, 'on') as run:
-        os.kill(run.wait_begun(4)[3], signal.SIGKILL)
-        assert run.statuses()==[1,137]
-        run.wait_for(0, 'rank 3 ended by SIGKILL')
-        run.wait_for(1, 'rank 3 failed first: ended by SIGKILL')
-        assert 'is gone' not in run.texts()[0]
+        os.kill(run.wait_begun(4)[rank], sig)
+        i = rank//2
+        assert run.statuses()==([1,128+sig] if i else [128+sig,1])
+        run.wait_for(i, f'rank {rank} failed first: ended by {sig.name}')
+        run.wait_for(1-i, other)
+        assert 'has been silent' not in run.texts()[1-i]
 
 @pytest.mark.long
 @pytest.mark.parametrize('n,i', [(2, 1), (4, 0), (4, 2)])

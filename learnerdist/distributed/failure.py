@@ -75,7 +75,7 @@ def _cut_off(e, lost):
     is_agents = os.environ.get('TORCHELASTIC_USE_AGENT_STORE')=='True'
     host = 'its launcher' if is_agents else 'rank 0, which runs it,'
     why = f'{host} has ended, or the machine or the link to it is gone'
-    return ConnectionError(f'{socket.gethostname()} cannot reach {where}: {why} ({lost})')
+    return dist.DistNetworkError(f'{socket.gethostname()} cannot reach {where}: {why} ({lost})')
 
 # %% ../../nbs/distributed/04_failure.ipynb #c008
 @contextmanager

@@ -53,7 +53,7 @@ class RankFailure(NamedTuple):
         "Whether it says why: an exception or a death here, or the exception of another rank"
         if self.is_absence(): return False
         if self.kind == 'RankError' and '\n' in self.message: return True
-        return self.cause <= Cause.died and self.kind != 'ConnectionError'
+        return self.cause <= Cause.died
 
     def describe(self)->str:
         "The exception with its line, or how the rank ended"
