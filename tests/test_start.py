@@ -98,11 +98,16 @@ class Draws(Callback):
     def __init__(self):
         self.drawn = []
         for o in outside: setattr(self, o, self.draw)
-    def draw(self): self.drawn.append((torch.randperm(99)[:3].tolist(), np.random.randint(10**6), random.random()))
+    def draw(self):
+        self.drawn.append((torch.randperm(99)[:3].tolist(), np.random.randint(10**6), random.random()))
+        if len(self.drawn)==1: seed_all(rank_distrib()) # from the first epoch on that does not matter
+
+def seed_all(seed):
+    for o in (torch.manual_seed, np.random.seed, random.seed): o(seed)
 
 def drawn():
     learn,cb = make(scene(n=31), max(num_distrib(), 1)),Draws()
-    for o in (torch.manual_seed, np.random.seed, random.seed): o(1)
+    seed_all(1)
     with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(3, cbs=cb)
     return cb.drawn
 
