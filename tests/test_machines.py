@@ -10,8 +10,9 @@ from helpers import root,start
 pytestmark = pytest.mark.skipif(not machines.usable(), reason='needs root, ip and /dev/net/tun')
 
 def train(how, bs=2):
-    "What each rank runs. how: 'fit': to its end, and rank 0 saves the weights; 'on': until something happens to it"
-    from learnerdist.all import Callback,DataLoaders,Learner,rank_distrib
+    """What each rank runs. how: 'fit': to its end, and rank 0 saves the weights; 'on': until something happens to it; 'saves': so, with a
+    Checkpoint; 'late': to its end, and rank 3 fails then"""
+    from learnerdist.all import Callback,Checkpoint,DataLoaders,Learner,rank_distrib
     folder = Path(os.environ['MACHINES_DIR'])
     torch.manual_seed(0)
     x = torch.arange(96., dtype=torch.double).reshape(48, 2)%7/7
@@ -21,7 +22,9 @@ def train(how, bs=2):
             if self.training and self.epoch: (folder/f'{rank_distrib()}.begun').write_text(f'{os.getpid()} {self.epoch}')
     learn = Learner(DataLoaders(dl, dl), torch.nn.Linear(2, 1).double(), torch.nn.MSELoss(), lr=.1, cbs=Begun)
     learn.logger = lambda line: None
-    with learn.distrib_ctx(): learn.fit(2 if how=='fit' else 100_000)
+    cbs = [Checkpoint(folder/'states')] if how=='saves' else None
+    with learn.distrib_ctx(): learn.fit(2 if how in ('fit','late') else 100_000, cbs=cbs)
+    if how=='late' and rank_distrib()==3: raise ValueError('late')
     if not rank_distrib(): torch.save(learn.model.state_dict(), folder/'model.pth')
 
 class Launch:
@@ -113,6 +116,22 @@ def test_a_rank_is_killed(rank, sig, other, tmp_path):
         run.wait_for(i, f'rank {rank} failed first: ended by {sig.name}')
         run.wait_for(1-i, other)
         assert 'has been silent' not in run.texts()[1-i]
+
+@pytest.mark.long
+@pytest.mark.parametrize('i', [0,1])
+def test_a_launcher_gets_sigterm(i, tmp_path):
+    "All ranks save, and all launchers end at once with the status that says so. With launcher 0 their store ends"
+    with machines.machines() as (enter,_), Launch(enter, 2, tmp_path, 'saves') as run:
+        run.wait_begun(4)
+        run.runs[i].send_signal(signal.SIGTERM)
+        assert run.statuses(60)==[75,75], run.texts()
+
+@pytest.mark.long
+def test_a_rank_fails_after_those_of_another_machine_have_ended(tmp_path):
+    "Their launcher waits for this one, and ends with it"
+    with machines.machines() as (enter,_), Launch(enter, 2, tmp_path, 'late') as run:
+        assert run.statuses(60)==[0,1], run.texts()
+        run.wait_for(1, 'rank 3 failed first: ValueError: late')
 
 @pytest.mark.long
 @pytest.mark.parametrize('n,i', [(2, 1), (4, 0), (4, 2)])

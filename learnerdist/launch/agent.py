@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/04_agent.ipynb #c002
-import json,logging,os,signal,socket,threading,time
+import json,logging,math,os,signal,socket,threading,time
 from contextlib import suppress
 
 from torch.distributed import DistError
@@ -76,6 +76,7 @@ class Machines:
         self.store,self.me = store,me
         self.report_lost = report_lost
         self.keys = [f'learnerdist/machine/{i}' for i in range(n)]
+        self.others = [i for i in range(n) if i != me]
         name = f'{socket.gethostname()} (ranks {", ".join(map(str, ranks))})'
         self.word = dict(name=name, beat=0)
         self.words = [{}]*n # The last one of each machine
@@ -88,6 +89,7 @@ class Machines:
 
     def _watch(self):
         try:
+            self.beat() # at once: others are to know its name
             while not self.over.wait(self.beat_s): self.beat()
             self.word['done'] = True
             self.beat()
@@ -100,10 +102,11 @@ class Machines:
         "Send a word, and read those of the others"
         self.word['beat'] += 1
         self.store.set(self.keys[self.me], json.dumps(self.word))
-        if not self.store.check(self.keys): return # one has not begun yet
         now = time.monotonic()
-        for i,o in enumerate(map(json.loads, self.store.multi_get(self.keys))):
-            if o != self.words[i] or o.get('done'): self.words[i],self.heard[i] = o,now
+        for i,key in enumerate(self.keys):
+            has_begun = self.store.check([key])
+            o = json.loads(self.store.get(key)) if has_begun else dict(name=f'machine {i}')
+            if has_begun and (o != self.words[i] or o.get('done')): self.words[i],self.heard[i] = o,now
             silent_s = now-self.heard[i]
             if silent_s > self.silent_s and i not in self.gone:
                 self.gone.add(i)
@@ -111,17 +114,22 @@ class Machines:
                 log(f'{o["name"]} is gone, or the link to it: {silent}')
 
     def find_gone(self):
-        """Ranks here have failed, and do not know why: wait until a machine is reported, or all others have been heard;
-        and then, at most 30 s, until the others know as well, since the store that tells them may end with this
-        launcher"""
+        "Ranks here have failed, and do not know why: wait until a machine is reported, or all others have been heard"
         since = time.monotonic()
-        others = [i for i in range(len(self.keys)) if i != self.me]
-        while not (self.lost or self.gone or all(self.heard[i] > since for i in others)): self.over.wait(.1)
+        while not (self.lost or self.gone or all(self.heard[i] > since for i in self.others)): self.over.wait(.1)
         if self.lost: return self.report_lost(self.lost)
+        self.wait_for_others(30)
+
+    def are_done(self)->bool:
+        "Whether all other launchers are done, or have been reported"
+        return all(i in self.gone or self.words[i].get('done') for i in self.others)
+
+    def wait_for_others(self, limit_s=math.inf):
+        "This launcher is done: wait until the others are, since the store may end with it"
         self.close()
-        end = time.monotonic()+30
-        with suppress(RuntimeError):
-            while time.monotonic() < end and not all(i in self.gone or self.words[i].get('done') for i in others):
+        end = time.monotonic()+limit_s
+        with suppress(RuntimeError): # it has ended with its launcher
+            while time.monotonic() < end and not self.are_done():
                 time.sleep(.1)
                 self.beat()
 
@@ -159,11 +167,12 @@ class Agent(SimpleElasticAgent):
             own = dict(RANK=o.global_rank, WORLD_SIZE=o.world_size, LOCAL_RANK=o.local_rank)
             own |= dict(ROLE_RANK=o.role_rank, ROLE_WORLD_SIZE=o.role_world_size)
             envs.append(os.environ | as_texts(of_all | own))
-        self.job.start(self.attempt, envs)
-        self.attempt += 1
         ranks = [o.global_rank for o in group.workers]
         here = group.group_rank,group.group_world_size,ranks
+        # before ranks start: their imports may take long
         self.machines = Machines(store_of_agent(self), *here, self.report_lost)
+        self.job.start(self.attempt, envs)
+        self.attempt += 1
         return {i: o.proc.pid for i,o in enumerate(self.job.ranks)}
 
     def _monitor_workers(self, group):
@@ -172,8 +181,11 @@ class Agent(SimpleElasticAgent):
         if not watch.failed: watch.listen(running)
         if watch.failed: return RunResult(WorkerState.FAILED)
         if running or not all(o.is_notified for o in self.job.ranks): return RunResult(WorkerState.HEALTHY)
-        self.machines.close() # it waits for the others
         return RunResult(WorkerState.SUCCEEDED, {o.rank: None for o in self.job.ranks})
+
+    def _exit_barrier(self):
+        "Called by torchrun when all ranks here have ended well. Its own barrier waits for five minutes, for anybody"
+        self.machines.wait_for_others()
 
     def _stop_workers(self, group, **kw):
         self._shutdown()
@@ -196,13 +208,17 @@ def log_cut_off(e, where:str):
     log(f'{socket.gethostname()} cannot reach {where}, where the launchers meet: {why}')
 
 # %% ../../nbs/launch/04_agent.ipynb #c018
-def notify_others(job:Job, timeout_s=30):
-    "Notify other machines of a failure before this process ends. Their ranks may not have begun to listen"
+def notify_others(agent:Agent, timeout_s=30):
+    """Notify other machines of a failure before this process ends, unless they are done. Their ranks may not have begun
+    to listen"""
+    job,machines = agent.job,agent.machines
     end = time.monotonic()+timeout_s
     own = any(o.cause in (Cause.raised,Cause.died) for o in failures(job.ranks))
-    while own and not all(o.is_notified for o in job.ranks) and time.monotonic() < end:
-        job.watch.look()
-        time.sleep(.2)
+    with suppress(RuntimeError): # the launchers' store has ended with its launcher
+        while own and not all(o.is_notified for o in job.ranks) and time.monotonic() < end and not machines.are_done():
+            job.watch.look()
+            time.sleep(.2)
+            machines.beat()
 
 # %% ../../nbs/launch/04_agent.ipynb #ag23
 def choose_meeting(args):
@@ -266,9 +282,12 @@ def run_with_others(job:Job)->int:
     try:
         with after(5, lambda: agent.attempt or log(late)): agent.run()
         if not agent.attempt: return log(late) or 1 # torchrun took it for a spare machine
-        if failures(job.ranks): notify_others(job)
+        if failures(job.ranks): notify_others(agent)
         with suppress(Exception): spec.rdzv_handler.shutdown()
-    except SignalException as e: return job.status(e.sigval)
+    except SignalException as e:
+        with suppress(SignalException): # another one
+            if agent.machines: agent.machines.wait_for_others(30)
+        return job.status(e.sigval)
     except (RendezvousConnectionError, DistError) as e:
         found = failures(job.ranks)
         # else a rank has failed here, of which this launcher could not notify the others
