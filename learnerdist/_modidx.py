@@ -197,6 +197,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'learnerdist/checkpoint/snapshot.py'),
                                                  'learnerdist.checkpoint.snapshot.Writers.__init__': ( 'checkpoint/snapshot.html#writers.__init__',
                                                                                                        'learnerdist/checkpoint/snapshot.py'),
+                                                 'learnerdist.checkpoint.snapshot.Writers.fail': ( 'checkpoint/snapshot.html#writers.fail',
+                                                                                                   'learnerdist/checkpoint/snapshot.py'),
                                                  'learnerdist.checkpoint.snapshot.Writers.meet': ( 'checkpoint/snapshot.html#writers.meet',
                                                                                                    'learnerdist/checkpoint/snapshot.py'),
                                                  'learnerdist.checkpoint.snapshot._checked': ( 'checkpoint/snapshot.html#_checked',

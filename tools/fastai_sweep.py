@@ -40,7 +40,9 @@ def draw_case(seed, k):
     c = dict(W=rng.choice([2,2,3]), seed=rng.randrange(1000), loss=rng.choice([*losses]), bs=rng.choice([2,3,4]),
              n=rng.choice([36,37,41,48]), n_valid=rng.choice([5,11,12]), adam=rng.random()<.5,
              cycle=rng.random()<.3, drop_last=rng.random()<.3, wd=maybe(.5, .1))
-    return c | dict(acc=maybe(.6, 8,13,24), clip=maybe(.3, .1), max_bs=maybe(.6, 1,2,3), freeze=maybe(.2, True), bn=maybe(.15, True))
+    c |= dict(acc=maybe(.6, 8,13,24), clip=maybe(.3, .1), max_bs=maybe(.6, 1,2,3), freeze=maybe(.2, True), bn=maybe(.15, True))
+    if c['max_bs']: c['bn'] = None # its statistics are those of a part, which one process does not have; a part of one sample is refused
+    return c
 
 def samples(c):
     "Inputs and targets, for training and validation"

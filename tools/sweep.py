@@ -451,7 +451,9 @@ def rounding(c, alone, keys, seeds=range(6)):
     return {a: 10*max(distance(o.get(a), alone[a]) for o in others) for a in keys}
 
 def has_one_answer(c):
-    "Whether one process could do the same: not if a rank cancels a batch alone, or validation ends after so many batches of each rank"
+    """Whether one process could do the same: not if a rank cancels a batch alone, or validation ends after so many batches of each rank;
+    nor if a buffer is that of the first part"""
+    if c['max_bs'] and c['norm']=='own': return False
     if not c['cancel']: return True
     event,what,_,rank = c['cancel']
     return not (event in in_step and (rank is not None or what=='validate') or what=='validate' and event=='after_batch')

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..core.collectives import gather_objects
-from ..core.env import group_rank,group_timeout,is_rank0,shared_store,wait_keys
+from ..core.env import group_rank,group_timeout,is_rank0
+from ..core.env import pack_error,shared_store,unpack_error,wait_keys
 from ..core.files import own_folder,whole_file
 from ..core.remote import Remote,RemoteError,copied,here,written
 from ..core.shards import containers,is_sharded,map_tensors,put_together
@@ -107,8 +108,14 @@ class Writers:
         found = wait_keys(self.store, self.keys, self.timeout)
         late = f'not all ranks have written their files of a checkpoint in {self.timeout:g} s'
         if found is None: raise RuntimeError(late)
-        for o in found: files = files | json.loads(o)
+        for o in found:
+            if 'kind' in json.loads(o): raise unpack_error(o)
+            files = files | json.loads(o)
         return files
+
+    def fail(self, e):
+        "Let the first rank wait no longer for this one, which has failed and goes on"
+        if not self.first: self.store.set(self.own, pack_error(e))
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c011
 def write_snapshot(folder, parts:dict, info:dict, writers=None, keep=None):
@@ -130,6 +137,7 @@ def write_snapshot(folder, parts:dict, info:dict, writers=None, keep=None):
         with suppress(RemoteError):
             if writers.first and keep: prune(folder, keep)
     except BaseException as e:
+        if remote: writers.fail(e)
         # others may write in it: then the next run removes it
         if writers.n==1 and not remote: shutil.rmtree(tmp, ignore_errors=True)
         if not isinstance(e, OSError): raise
