@@ -2575,6 +2575,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'learnerdist/launch/agent.py'),
                                           'learnerdist.launch.agent.Agent._exit_barrier': ( 'launch/agent.html#agent._exit_barrier',
                                                                                             'learnerdist/launch/agent.py'),
+                                          'learnerdist.launch.agent.Agent._initialize_workers': ( 'launch/agent.html#agent._initialize_workers',
+                                                                                                  'learnerdist/launch/agent.py'),
                                           'learnerdist.launch.agent.Agent._monitor_workers': ( 'launch/agent.html#agent._monitor_workers',
                                                                                                'learnerdist/launch/agent.py'),
                                           'learnerdist.launch.agent.Agent._shutdown': ( 'launch/agent.html#agent._shutdown',

@@ -149,12 +149,16 @@ class Agent(SimpleElasticAgent):
         self.machines = None # Of this attempt
         self.is_lost = False # Whether it has been reported that the store cannot be reached
 
+    def _initialize_workers(self, group):
+        "Called by torchrun before the machines meet, for which it may wait long after a failure"
+        again = f'restart {self.attempt} of {group.spec.max_restarts}'
+        if failures(self.job.ranks): log(*self.job.explain(), again)
+        super()._initialize_workers(group)
+
     def _start_workers(self, group):
         "Called by torchrun before each attempt, when the machines have met"
         spec,handler = group.spec,group.spec.rdzv_handler
         keep_alive()
-        again = f'restart {self.attempt} of {spec.max_restarts}'
-        if failures(self.job.ranks): log(*self.job.explain(), again)
         run_id = handler.get_run_id()
         addr,port = group.master_addr,group.master_port
         of_all = dict(MASTER_ADDR=addr, MASTER_PORT=port, TORCHELASTIC_RUN_ID=run_id)
