@@ -103,6 +103,11 @@ class Noisy(Dataset):
     def __getitem__(self, i): return X[i],X[i]+self.noise()
 class AtOnce(Noisy):
     def __getitems__(self, idxs): return [self[i] for i in idxs]
+class Bare(Dataset):
+    "Without a generator of its own: its samples are read at once until that has drawn"
+    def __len__(self): return N
+    def __getitem__(self, i): return X[i],X[i]+of_streams()
+    __getitems__ = AtOnce.__getitems__
 class Jitter:
     def __init__(self, kind): self.rng = random.Random(0)
     def draw(self): return self.rng.random()
@@ -162,6 +167,7 @@ def noises(W, rank, path):
         stream=lambda: TfmdDL(Stream([(o,o) for o in X]), bs, after_item=Jitter('')),
         streams_workers=lambda: DataLoader(Noisy('streams'), bs, shuffle=True, num_workers=2),
         at_once=lambda: DataLoader(AtOnce('streams'), bs),
+        bare=lambda: DataLoader(Bare(), bs),
         subset=lambda: DataLoader(Subset(Noisy('streams'), range(N)[::-1]), bs, shuffle=True),
         tensors=lambda: TfmdDL(data(), bs, shuffle=True, after_item=jitter),
         batches=lambda: TfmdDL(data(), batch_sampler=Iterators(bs), after_item=jitter))
