@@ -1644,8 +1644,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                           'learnerdist/distributed/loops.py'),
                                                'learnerdist.distributed.loops.TrainingLoop.note_loss': ( 'distributed/loops.html#trainingloop.note_loss',
                                                                                                          'learnerdist/distributed/loops.py'),
-                                               'learnerdist.distributed.loops.TrainingLoop.open': ( 'distributed/loops.html#trainingloop.open',
-                                                                                                    'learnerdist/distributed/loops.py'),
                                                'learnerdist.distributed.loops.TrainingLoop.params': ( 'distributed/loops.html#trainingloop.params',
                                                                                                       'learnerdist/distributed/loops.py'),
                                                'learnerdist.distributed.loops.TrainingLoop.parts': ( 'distributed/loops.html#trainingloop.parts',

@@ -127,7 +127,7 @@ def own_size(learn, bs=12):
 
 no_means = f1,root,fm.foreground_acc # in training they depend on how many ranks there are
 
-def measured(W, rank, n_valid, train_metrics, names=tuple(lines)):
+def measured(W, rank, n_valid, train_metrics, names=tuple(lines), **kw):
     torch.set_default_dtype(F64)
     res = {}
     for name in names:
@@ -138,7 +138,7 @@ def measured(W, rank, n_valid, train_metrics, names=tuple(lines)):
         if train_metrics: mets = [o for o in mets if o not in no_means]
         learn = own_size(Learner(dls, model.double(), Attr(loss), opt_func=SGD, lr=.1, metrics=mets))
         if train_metrics: learn.recorder.train_metrics = True
-        with ctx(learn, W):
+        with ctx(learn, W, **kw):
             res[name] = [floats(learn.validate())]
             if train_metrics:
                 learn.fit(1, lr=0.)
@@ -155,6 +155,14 @@ def test_every_metric(Ws, slow):
     keyed['even'] = '5 `Recorder`, its loss and metrics, when all batches are full'
     want = same(every_metric, found=slow, W=Ws, tol=1e-6, lines=keyed)
     assert all(torch.isfinite(torch.tensor(v[0])).all() for k,v in want.items() if k!='even')
+
+def in_parts(W, rank, path): return measured(W, rank, 37, True, ['single'], global_bs=12, max_bs=3)
+
+@pytest.mark.slow
+def test_metrics_of_training_in_parts(slow):
+    "Also one that depends on the order"
+    (one,),two = slow(in_parts, 1),slow(in_parts, 2)
+    assert [str(o) for o in two]==[str(one)]*2
 
 def unsupported(W, rank, path):
     torch.set_default_dtype(F64)
@@ -272,4 +280,4 @@ def test_what_is_in_order_is_not_copied(found):
     "All ranks map one result, which a copy would multiply"
     assert found(reordered, 2)==[[11]]*2
 
-slow,found = asking(every_metric),asking(unsupported, few, sums, options, on_rank_0_only, reordered)
+slow,found = asking(every_metric, in_parts),asking(unsupported, few, sums, options, on_rank_0_only, reordered)

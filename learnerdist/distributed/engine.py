@@ -28,7 +28,7 @@ from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_d
 from ..data.dealing import dealer_of,factors
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import need_equal,options_of,same_data,same_fit,same_model,same_optimizer,shown
-from .loops import Accumulation,EvaluationLoop,Loop,TrainingLoop,cancelled_loop,source_of
+from .loops import EvaluationLoop,Loop,TrainingLoop,cancelled_loop,source_of
 from .parts import Step,take_grads,tree_sum
 from .replica import Replica,broadcast_module
 from .self_check import SelfCheck
@@ -287,7 +287,6 @@ class Engine(Runner):
         self.sharded = None # `Sharded`, for a model that is spread over the ranks
         self.replica = None # Within a fit: what is called in place of the model, `Replica` or `Sharded`
         self.loop = Loop() # The present one
-        self.accumulation = Accumulation() # Of the last training loop
         self.tracked = [] # See `track`
         self.generators = no_generators # That the model, the loss and callbacks have for themselves
         # Whether parts are as large as `max_bs` says, and not a rank's whole batch; their samples, at most
@@ -438,7 +437,7 @@ class Engine(Runner):
         learn = self.learn
         learn.dl = self.loaders.share_now(learn.dl, pad='batch')
         source = source_of(learn.dl)
-        self.loop.open(source)
+        self.loop.source = source
         if self.links is None: return
         if not self.opts.sample_seeds: seed_streams(self.seed, self.loaders.epoch, group_rank())
         self._warn_repeats(source)
@@ -581,7 +580,7 @@ class Engine(Runner):
         if outer: outer.answer()
         running.set(None)
         try:
-            with replaced(self, loop=Loop(), accumulation=Accumulation()),replaced(ballot, phase=ballot.phase):
+            with replaced(self, loop=Loop()),replaced(ballot, phase=ballot.phase):
                 try: yield
                 except tuple(ballot.cancels.values()) as e:
                     scope = ballot.scope_of(e)

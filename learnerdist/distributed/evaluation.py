@@ -9,7 +9,7 @@ __all__ = []
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain
-from operator import is_not
+from operator import is_not,itemgetter
 
 import numpy as np,torch
 from torch import Tensor
@@ -181,8 +181,11 @@ class Evaluation:
         with ExitStack() as stack:
             for k in (*_batch_attrs,'items','n_rows','iter'): stack.callback(lend(self.learn, k, None))
             self.learn.xb = NoInputs()
-            for i in range(max(gather_objects(max(self.batches, default=-1)))+1):
-                parts = [o for o in gather_objects(self.batches.pop(i, None)) if o is not None]
+            dealer = self.dealer
+            n = len(dealer.own_parts) if dealer is not None and dealer.n_parts else 1 # at a time: those of a step
+            for i in range(0, max(gather_objects(max(self.batches, default=-1)))+1, n):
+                own = [self.batches.pop(j) for j in range(i, i+n) if j in self.batches]
+                parts = sorted(chain(*gather_objects(own)), key=itemgetter('iter'))
                 of_one = len(parts)>1 and len({o['iter'] for o in parts})==1
                 for b in [whole_batch(parts)] if of_one else parts:
                     vars(self.learn).update(to_device(b, self.engine.device))

@@ -268,12 +268,6 @@ class TrainingLoop(Loop):
         self.scale = 1. # By which the losses of this step are divided, see `Kind`
         self.last_batch = None # A batch of the step before, if a step has several parts
 
-    def open(self, source:Source):
-        "Before its first batch. Gradients that the loop before has left, since a callback accumulates, go on here"
-        self.source,left = source,self.engine.accumulation
-        if left.begun and any([p.grad is not None for p in self.engine.all_params()]): self.accumulation = left
-        self.accumulation.is_last,self.engine.accumulation = True,self.accumulation
-
     @property
     def more(self)->bool:
         "Whether other parts, or other batches of an accumulation, come before the optimizer's step"
