@@ -605,7 +605,8 @@ scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given
            'sum and late penalty': with_cb(Penalty, 'before_backward', **of_sum),
            'late penalty': with_cb(Penalty, 'before_backward', n=37),
            'tokens and late penalty': with_cb(Penalty, 'before_backward', n=45, ds=texts, model=Tags, loss=of_tokens),
-           'weighed twice': with_cb(Twice, n=45)}
+           'weighed twice': with_cb(Twice, n=45), 'sum weighed twice': with_cb(Twice, **of_sum | dict(n=37)),
+           'contrastive, twice': with_cb(Twice, loss=contrast, n=37)}
 # A second loss, with an optimizer of its own: `average_grads` weighs by samples. 77: five in the last step
 adversarial = {f'a discriminator in {o}': with_cb(TrainsDiscriminator, o, n=77, loss=Discriminator, splitter=every_param)
                for o in ('after_pred','before_step','after_step')}

@@ -63,7 +63,7 @@ class Sum(Kind):
         # in the backward pass, since callbacks may still cancel the part
         if loss.requires_grad: loss.register_hook(lambda g: g*(0 if part.why else n_parts))
     def weigh(self, loss, part, n_parts, k): return loss*(k/n_parts)
-    def weight_of_second(self, part, divisor, items): return divisor
+    def weight_of_second(self, part, divisor, items): return 0 if part.why else divisor
 
 # %% ../../nbs/distributed/09_loops.ipynb #9b0cdfb7b
 class Whole(Kind):
