@@ -2683,6 +2683,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'learnerdist/launch/forkserver.py'),
                                                'learnerdist.launch.forkserver._die_with': ( 'launch/forkserver.html#_die_with',
                                                                                             'learnerdist/launch/forkserver.py'),
+                                               'learnerdist.launch.forkserver._is_child': ( 'launch/forkserver.html#_is_child',
+                                                                                            'learnerdist/launch/forkserver.py'),
                                                'learnerdist.launch.forkserver._is_harmless': ( 'launch/forkserver.html#_is_harmless',
                                                                                                'learnerdist/launch/forkserver.py'),
                                                'learnerdist.launch.forkserver._is_theirs': ( 'launch/forkserver.html#_is_theirs',

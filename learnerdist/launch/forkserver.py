@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/launch/00_forkserver.ipynb #fk02
 import ast,ctypes,gc,marshal,os,random,signal,socket
-import struct,subprocess,sys,threading,warnings,zlib
+import struct,subprocess,sys,threading,time,warnings,zlib
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from multiprocessing import connection,process
@@ -127,10 +127,9 @@ def serve(fd:int, argv:list)->list:
 
 def fork_for_launcher(sock)->bool:
     """Fork this process twice, so that the fork is an orphan, which the launcher adopts. sock: to the launcher, which
-    gets its process id, and a word when it is an orphan; returns: False in the fork"""
+    gets its process id; returns: False in the fork"""
     if pid := os.fork():
         os.waitpid(pid, 0)
-        sock.send(b'.')
         return True
     if pid := os.fork():
         sock.send(pid_bytes.pack(pid))
@@ -271,9 +270,10 @@ class ForkServer:
         with suppress(OSError): # the server has ended, or the environment is larger than a message
             socket.send_fds(self._sock, [marshal.dumps((args,env))], fds)
             pid = self._sock.recv(pid_bytes.size)
-            self._sock.recv(1) # returns when the fork is an orphan
+        pid = pid_bytes.unpack(pid)[0] if pid else None
+        while pid and not _is_child(pid): time.sleep(.001) # until it is an orphan
         _adopt_orphans(False)
-        return pid_bytes.unpack(pid)[0] if pid else None
+        return pid
 
     def runs(self)->bool: return self.proc is not None and self.proc.poll() is None
 
@@ -282,6 +282,11 @@ class ForkServer:
         if self._sock: self._sock.close()
         if self.proc: self.proc.close()
         self.proc = self._sock = self._key = None
+
+def _is_child(pid):
+    try: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError: return False
+    return True
 
 def _adopt_orphans(on):
     "Whether orphans among this process's descendants become its children: PR_SET_CHILD_SUBREAPER of prctl(2)"
