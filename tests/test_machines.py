@@ -48,10 +48,11 @@ class Launch:
     def wait_begun(self, n, limit_s=300):
         "Until all ranks have trained for an epoch; their process ids"
         end = time.monotonic()+limit_s
-        while not all((self.folder/f'{r}.begun').exists() for r in range(n)):
+        files = [self.folder/f'{r}.begun' for r in range(n)]
+        while not all(texts := [o.read_text() if o.exists() else '' for o in files]): # empty while it is written
             assert time.monotonic()<end and None in [o.poll() for o in self.runs], self.texts()
             time.sleep(.02)
-        return [int((self.folder/f'{r}.begun').read_text().split()[0]) for r in range(n)]
+        return [int(o.split()[0]) for o in texts]
 
     def wait_for(self, i, text, limit_s=30)->float:
         "Seconds until machine i has said this"

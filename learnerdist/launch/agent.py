@@ -102,16 +102,17 @@ class Machines:
         "Send a word, and read those of the others"
         self.word['beat'] += 1
         self.store.set(self.keys[self.me], json.dumps(self.word))
+        begun = [i for i,key in enumerate(self.keys) if self.words[i] or self.store.check([key])]
+        found = self.store.multi_get([self.keys[i] for i in begun])
         now = time.monotonic()
-        for i,key in enumerate(self.keys):
-            has_begun = self.store.check([key])
-            o = json.loads(self.store.get(key)) if has_begun else dict(name=f'machine {i}')
-            if has_begun and (o != self.words[i] or o.get('done')): self.words[i],self.heard[i] = o,now
+        for i,o in zip(begun, map(json.loads, found)):
+            if o != self.words[i] or o.get('done'): self.words[i],self.heard[i] = o,now
+        for i in self.others:
             silent_s = now-self.heard[i]
             if silent_s > self.silent_s and i not in self.gone:
                 self.gone.add(i)
-                silent = f'its launcher has been silent for {silent_s:.0f} s'
-                log(f'{o["name"]} is gone, or the link to it: {silent}')
+                name = self.words[i].get('name', f'machine {i}')
+                log(f'{name} is gone, or the link to it: its launcher has been silent for {silent_s:.0f} s')
 
     def find_gone(self):
         "Ranks here have failed, and do not know why: wait until a machine is reported, or all others have been heard"
