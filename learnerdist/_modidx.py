@@ -3330,8 +3330,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'learnerdist/learner/recorder.py'),
                                               'learnerdist.learner.recorder.Recorder.reset_metrics': ( 'learner/recorder.html#recorder.reset_metrics',
                                                                                                        'learnerdist/learner/recorder.py'),
-                                              'learnerdist.learner.recorder.Recorder.times': ( 'learner/recorder.html#recorder.times',
-                                                                                               'learnerdist/learner/recorder.py'),
                                               'learnerdist.learner.recorder.Recorder.totals': ( 'learner/recorder.html#recorder.totals',
                                                                                                 'learnerdist/learner/recorder.py'),
                                               'learnerdist.learner.recorder.Recorder.valid_mets': ( 'learner/recorder.html#recorder.valid_mets',

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.env import is_rank0,wide_dtype
-from ..core.stacks import need,warn
+from ..core.stacks import warn
 from ..data.loaders import data_len
 from .losses import batch_rows,recorded_loss,times_items,unread_loss
 from .callback import Callback,Order
@@ -33,7 +33,6 @@ class Recorder(Callback):
         self.mets = []
         self.metric_names = []
         self.measuring = self.reduced = False
-        self.timer = None
         self._clear()
 
     def _clear(self):
@@ -49,7 +48,6 @@ class Recorder(Callback):
 
     def before_fit(self):
         self._clear()
-        self.timer = vars(self.learn).get('timer') # also one of this fit alone
         self.mets = mk_metrics(self.metrics)
         names = [m.name for m in self.mets]
         self.metric_names = ['epoch','train_loss','valid_loss',*names,'time']
@@ -158,13 +156,6 @@ class Recorder(Callback):
         "Record what is still missing because another callback raised a cancel exception in the same event"
         if len(self.totals): self.after_train()
         if self.reduced: self.after_validate()
-
-    @property
-    def times(self)->list:
-        """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per
-        second of all ranks. See `Timer`"""
-        need(self.timer, 'times of a fit: add Timer() to the callbacks of the learner or of the fit')
-        return list(self.timer.times)
 
 defaults.callbacks.append(Recorder)
 
