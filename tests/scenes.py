@@ -452,9 +452,8 @@ def result(learn, unlike=()):
     return {k:v for k,v in res.items() if k not in unlike}
 
 def measured(cb):
-    "What a callback has found: norms of gradients, skipped steps and their scale"
-    found = [getattr(cb, o) for o in ('norms','skipped') if hasattr(cb, o)]
-    return [*found, *([cb.state_dict()] if isinstance(cb, MixedPrecision) else [])]
+    "What a callback has found: skipped steps and their scale"
+    return [cb.skipped,cb.state_dict()] if isinstance(cb, MixedPrecision) else []
 
 def on_cpu(o): return o.cpu() if isinstance(o, Tensor) else o
 

@@ -47,16 +47,16 @@ def learner(path, kind='plain', model=None, opt=torch.optim.Adam):
 
 def fit(path, kind='plain', cbs=(), every=1, keep=1000, ctx=True, n_epoch=2, **kw):
     "Train with all that has a state; returns all that should be equal"
-    learn,clip = learner(path, kind),GradientClip()
-    ema = EMA(.7, evaluate=True)
+    learn,ema = learner(path, kind),EMA(.7, evaluate=True)
     trackers = [EarlyStoppingCallback(patience=9), SaveModelCallback(keep=2), ReduceLROnPlateauCallback(patience=0)]
-    cbs = [Checkpoint('ckpt', every, keep, **kw), clip, ema, *trackers, CSVLogger(), Scheduler(lambda o: CosineAnnealingLR(o, 12)), *cbs]
+    trackers_and_logs = [*trackers, CSVLogger(), Scheduler(lambda o: CosineAnnealingLR(o, 12))]
+    cbs = [Checkpoint('ckpt', every, keep, **kw), GradientClip(), ema, *trackers_and_logs, *cbs]
     if 'accumulate' in kind: cbs.append(GradientAccumulation(20))
     with learn.distrib_ctx(bucket_cap_mb=.002) if ctx else nullcontext(): learn.fit(n_epoch, cbs=cbs, resume=True)
     rec = learn.recorder
     return dict(model=digest(learn.model.state_dict()), opt=digest(learn.opt.state_dict()), average=digest(ema.weights), values=rec.values,
                 losses=rec.losses,
-                lrs=rec.lrs, iters=rec.iters, norms=clip.norms, best=[(cb.best,cb.best_epoch) for cb in trackers], wait=trackers[0].wait,
+                lrs=rec.lrs, iters=rec.iters, best=[(cb.best,cb.best_epoch) for cb in trackers], wait=trackers[0].wait,
                 kept=[o[:2] for o in trackers[1].kept], csv=(Path(path)/'history.csv').read_text(),
                 streams=None if ctx else (torch.rand(1).item(),random.random()))
 

@@ -81,15 +81,14 @@ def train(folder, plan, kind='', how='SIGKILL'):
         order,fit_state,n,began = 5,('n','began'),0,0
         def before_batch(self): self.began += self.training
         def after_step(self): self.n += 1
-    count,clip = Count(),cbs[0]
+    count = Count()
     cbs += [count,dying(Callback, point, how, folder, sum(o==point for o in points.values()), W)]
     if 'checkpoint' in kind: cbs.append(Checkpoint('ckpt', every=2, resume=True))
     kw = {} if is_fastai else dict(shard='sharded' in kind or None)
     with learn.distrib_ctx(split_batches=True, seed=3, **kw):
         (learn.fit if 'plain' in kind or 'plateau' in kind else learn.fit_one_cycle)(3, cbs=cbs)
         rec,floats = learn.recorder,lambda o: [float(v) for v in o]
-        res = dict(losses=floats(rec.losses), values=[floats(o) for o in rec.values], lrs=floats(rec.lrs), iters=[*rec.iters],
-                   norms=getattr(clip, 'norms', []), rest=[])
+        res = dict(losses=floats(rec.losses), values=[floats(o) for o in rec.values], lrs=floats(rec.lrs), iters=[*rec.iters], rest=[])
         if is_fastai: res['rest'] = floats([*getattr(rec, 'hps', {}).get('mom', ()),rec.smooth_loss.value])
         at_predict = point and point[0]=='predict' and ['after_pred',2,1,False]
         kw = {} if is_fastai else dict(cbs=dying(Callback, at_predict, folder=folder, W=W))
@@ -115,7 +114,7 @@ def check(folder, got, ref, n_left, messages=()):
     assert code==0 and len(ranks)==n_left, text
     for o in messages: assert o in text, text
     for o in ranks.values():
-        for k in ('weights','losses','values','lrs','iters','preds','norms','rest'):
+        for k in ('weights','losses','values','lrs','iters','preds','rest'):
             a,b = flat(o[k]),flat(ref[0][k])
             assert len(a)==len(b) and max((abs(x-y) for x,y in zip(a, b)), default=0)<1e-9, (k,text)
         assert (o['n'],o['began'],o['world'])==(ref[0]['n'],ref[0]['began'],n_left) and o['logger']

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 # %% ../../nbs/core/00_compat.ipynb #ede8b4a3
 # By our name: the module and the path of attributes to the object, and the feature that is lost without it
 _names = """
-queue_callback: torch.autograd Variable._execution_engine.queue_callback: `recorder.times`
+queue_callback: torch.autograd Variable._execution_engine.queue_callback: `Timer`
 batch_norm: torch.nn.modules.batchnorm _BatchNorm: BatchNorm over ranks, of other kinds
 tracking_norm: torch.nn.modules.batchnorm _NormBase: BatchNorm by part
 foreach_add: torch _foreach_add_: sums of gradients, a kernel for many

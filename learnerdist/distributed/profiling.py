@@ -14,7 +14,7 @@ from ..learner.callback import Callback,Order
 
 # %% ../../nbs/distributed/09_profiling.ipynb #tm005
 class Timer(Callback):
-    "Measures this rank's seconds in each epoch's training loop: data, step and comm. See `recorder.times`"
+    "Measures this rank's seconds in each epoch's training loop: data, step and comm: `times`, an entry for each"
     order = Order.timer
     run_valid = False
     times = ()

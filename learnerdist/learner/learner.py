@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel,DistributedDataParallel
 
 from .callback import Callback,Order,batch_events,all_events,cancels
 from .losses import loss_of_batch,loss_trace
-from ..data.loaders import call_model,data_len,find_bs,single,split_batch,to_device
+from ..data.loaders import call_model,data_len,single,split_batch,to_device
 from ..core.env import default_device
 from ..core.lending import replaced
 from ..core.remote import as_path
@@ -70,15 +70,6 @@ class StartAt(NamedTuple):
     epoch:int=0
     batches:int=0      # Batches of this epoch already trained on; the loader yields the rest
     trained:bool=False # Whether the training loop of this epoch is complete
-
-def check_arguments(dls, model, metrics, **functions):
-    "ValueError for what a learner cannot use"
-    remedy = 'give `DataLoaders`, or an object with `train`, an index and a length'
-    need(hasattr(dls, 'train'), remedy, dls=dls)
-    need(isinstance(model, torch.nn.Module), 'give a torch.nn.Module', model=model)
-    for k,v in functions.items():
-        need(callable(v) or v is None and k=='loss_func', 'give a function or a class', **{k: v})
-    for o in listify(metrics): need(not isinstance(o, Real), 'give a function or a class', metrics=o)
 
 # %% ../../nbs/learner/01_learner.ipynb #c008b
 class LocalLoop:
@@ -131,19 +122,6 @@ class Runner:
         model, make them whole at its end"""
 
 # %% ../../nbs/learner/01_learner.ipynb #oom01
-def check_fit(n_epoch, start_epoch, reset_opt):
-    "ValueError for numbers of epochs that are none, and if `reset_opt` is neither true nor false, such as a text"
-    for name,n in dict(n_epoch=n_epoch, start_epoch=start_epoch).items():
-        is_whole = hasattr(n, '__index__') and not isinstance(n, bool)
-        need(is_whole and n>=0, 'give a whole number of epochs, 0 or more', **{name: n})
-    need(reset_opt in (True,False), 'give True or False', reset_opt=reset_opt)
-
-def check_loss(loss, training=False):
-    "ValueError if a loss function has returned no tensor, or in training several numbers"
-    if isinstance(loss, torch.Tensor) and (loss.numel()==1 or not training): return
-    got = f'of shape {tuple(loss.shape)}' if isinstance(loss, torch.Tensor) else repr(loss)
-    raise ValueError(f'the loss is {got}: let loss_func return a tensor (), or (sum, count)')
-
 def check_targets(learn):
     "ValueError if a training batch has no targets, since nothing would be trained"
     if len(learn.yb): return
@@ -160,18 +138,6 @@ def is_oom(e)->bool:
     # of the host, and of mps
     says_so = 'DefaultCPUAllocator' in str(e) or 'out of memory' in str(e)
     return isinstance(e, RuntimeError) and says_so
-
-def advise_on_memory(e, learn, n:int=None):
-    """If the exception says that memory has run out, add the size of the batch and a remedy to it. e: an exception
-    that has ended a fit; learn: ours or fastai's; n: the samples of the batch; None: of the learner's"""
-    if not is_oom(e) or not (n or learn.xb): return
-    n = n or find_bs(learn.xb)
-    loop = 'training' if learn.training else 'evaluation'
-    remedy = ("Take a smaller batch size: distrib_ctx(max_bs='auto') keeps the samples of a step, to_bf16() halves "
-              'activations')
-    if n==1: remedy = ('The model is too large: distrib_ctx(shard=True) spreads it over the ranks, to_bf16() and '
-                       'torch.utils.checkpoint save activations')
-    e.args = (f'{e}\nOut of memory in {loop} with a batch of {n} sample{"s"*(n>1)}. {remedy}.',)
 
 # %% ../../nbs/learner/01_learner.ipynb #c026
 def group_lrs(lr, n:int)->list:
@@ -194,9 +160,6 @@ def group_lrs(lr, n:int)->list:
 # %% ../../nbs/learner/01_learner.ipynb #c008c
 # From a keyword of `fit` to a function of (learner, value) that returns a context manager around the fit
 fit_flags = {}
-_hints = dict(lr="; the rate of a fit with a schedule of its own is 'lr_max'")
-_hints |= dict(wd='; it is of the optimizer: opt_func=partial(AdamW, weight_decay=…)')
-_hints |= dict(moms="; it is of the schedule: fit(cbs=Scheduler(lambda opt: OneCycleLR(…)))")
 _loop_state = {*'model dl iter n_iter xb yb pred loss_grad loss items loss_trace training'.split()}
 
 # %% ../../nbs/learner/01_learner.ipynb #c008d
@@ -219,8 +182,6 @@ class Learner:
         model_dir='models',         # Folder for saved models, within `path`
         *, train_bn=True               # Train the normalisation layers of frozen parameter groups, too
     ):
-        check_arguments(dls, model, metrics, loss_func=loss_func, opt_func=opt_func, splitter=splitter)
-        need(isinstance(path, (str,Path,type(None))), 'give a folder', path=path)
         self.dls,self.model = dls,model
         self.loss_func = loss_func
         self.opt_func,self.lr = opt_func,lr
@@ -359,16 +320,12 @@ class Learner:
         **flags             # Other options that modules register in `fit_flags`
     ):
         "Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"
-        check_fit(n_epoch, start_epoch, reset_opt)
         flags |= {k: v for k,v in dict(ddp=ddp, amp=amp, resume=resume).items() if v is not None}
         with self.flagged(flags), self.added_cbs(cbs):
             self.prepare(self.lr if lr is None else lr, reset_opt)
             self.n_epoch,self.start_at = n_epoch,StartAt(start_epoch)
             self.fitting = True
             try: self._with_events(self._do_fit, 'fit')
-            except Exception as e:
-                advise_on_memory(e, self)
-                raise
             finally: self._end_fit()
 
     @contextmanager
@@ -377,7 +334,7 @@ class Learner:
         their values; None or False: off"""
         for o in flags:
             if o in fit_flags: continue
-            raise TypeError(f"fit has no option {o!r}{_hints.get(o, '')}; flags: {', '.join(fit_flags)}")
+            raise TypeError(f"fit has no option {o!r}; flags: {', '.join(fit_flags)}")
         with ExitStack() as stack:
             for k,f in fit_flags.items():
                 if flags.get(k) not in (None,False): stack.enter_context(f(self, flags[k]))
@@ -431,7 +388,6 @@ class Learner:
         self('after_pred')
         if self.yb:
             self.loss_grad = loss_of_batch(self)
-            check_loss(self.loss_grad, self.training)
             self.loss = self.loss_grad.detach().clone()
         self('after_loss')
         if not self.training: return

@@ -44,9 +44,6 @@ class StartAt(NamedTuple):
     batches: int = 0
     trained: bool = False
 
-def check_arguments(dls, model, metrics, **functions):
-    """ValueError for what a learner cannot use"""
-
 class LocalLoop:
     """What a learner asks of the batches of a loop. These are the answers of a process that trains alone"""
     repeated: Any
@@ -104,21 +101,11 @@ class Runner:
         """Let the tensors by name in `o.weights` be the same for all who take part; and if a context has split the
         model, make them whole at its end"""
 
-def check_fit(n_epoch, start_epoch, reset_opt):
-    """ValueError for numbers of epochs that are none, and if `reset_opt` is neither true nor false, such as a text"""
-
-def check_loss(loss, training=False):
-    """ValueError if a loss function has returned no tensor, or in training several numbers"""
-
 def check_targets(learn):
     """ValueError if a training batch has no targets, since nothing would be trained"""
 
 def is_oom(e) -> bool:
     """Whether an exception says that memory has run out, on a GPU or on the host"""
-
-def advise_on_memory(e, learn, n: int | None=None):
-    """If the exception says that memory has run out, add the size of the batch and a remedy to it. e: an exception
-    that has ended a fit; learn: ours or fastai's; n: the samples of the batch; None: of the learner's"""
 
 def group_lrs(lr, n: int) -> list:
     """The learning rate of each parameter group. ValueError for a list of another length. lr: a number for all groups;
@@ -126,8 +113,6 @@ def group_lrs(lr, n: int) -> list:
     of parameter groups"""
 
 fit_flags: Any
-
-_hints: Any
 
 _loop_state: Any
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.env import is_rank0,wide_dtype
-from ..core.stacks import need,warn
+from ..core.stacks import warn
 from ..data.loaders import data_len
 from .losses import batch_rows,recorded_loss,times_items,unread_loss
 from .callback import Callback,Order
@@ -33,7 +33,6 @@ class Recorder(Callback):
         self.mets = []
         self.metric_names = []
         self.measuring = self.reduced = False
-        self.timer = None
         self._clear()
 
     def _clear(self):
@@ -49,7 +48,6 @@ class Recorder(Callback):
 
     def before_fit(self):
         self._clear()
-        self.timer = vars(self.learn).get('timer') # also one of this fit alone
         self.mets = mk_metrics(self.metrics)
         names = [m.name for m in self.mets]
         self.metric_names = ['epoch','train_loss','valid_loss',*names,'time']
@@ -158,36 +156,6 @@ class Recorder(Callback):
         "Record what is still missing because another callback raised a cancel exception in the same event"
         if len(self.totals): self.after_train()
         if self.reduced: self.after_validate()
-
-    @property
-    def times(self)->list:
-        """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per
-        second of all ranks. See `Timer`"""
-        need(self.timer, 'times of a fit: add Timer() to the callbacks of the learner or of the fit')
-        return list(self.timer.times)
-
-    def plot_loss(self,
-        skip_start:int=0,     # Number of steps to leave out at the start
-        with_valid:bool=True, # Also each epoch's validation loss
-        *, ax=None               # matplotlib's axes; None: new ones
-    ):
-        "Plot each step's training loss and each epoch's validation loss; returns the axes"
-        import matplotlib.pyplot as plt
-        ax = ax or plt.subplots()[1]
-        ax.plot(range(skip_start, len(self.losses)), self.losses[skip_start:], label='train')
-        if with_valid and self.values: ax.plot([o-1 for o in self.iters], [o[1] for o in self.values], label='valid')
-        ax.set(xlabel='step', ylabel='loss')
-        ax.legend()
-        return ax
-
-    def plot_lr(self, ax=None):
-        """Plot each step's learning rate (of the last parameter group); returns the axes. ax: matplotlib's axes; None:
-        new ones"""
-        import matplotlib.pyplot as plt
-        ax = ax or plt.subplots()[1]
-        ax.plot(self.lrs)
-        ax.set(xlabel='step', ylabel='learning rate')
-        return ax
 
 defaults.callbacks.append(Recorder)
 

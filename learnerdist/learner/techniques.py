@@ -22,7 +22,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..core.compat import foreach_mul
 from ..core.lending import replaced
-from ..core.shards import all_params,groups_of,has_parts,is_sharded,local_part,state_part,full_tensor
+from ..core.shards import all_params,groups_of,has_parts,is_sharded,local_part,state_part
 from ..core.stacks import need
 from ..data.dealing import dealer_of
 from ..data.distributed_dl import reindexed
@@ -192,35 +192,19 @@ fit_flags['amp'] = amp_flag
 
 # %% ../../nbs/learner/06_techniques.ipynb #c023
 class GradientClip(Callback):
-    "Clip gradients before each step by their global norm; `norms` has their norms before. ValueError for a bad limit"
+    "Clip gradients before each step by their global norm. ValueError for a bad limit"
     order = Order.clip
     run_valid = False
-    fit_state = 'norms',
     def __init__(self,
-        max_norm:float=1.,   # Largest norm over all parameters; `inf`: only record norms
+        max_norm:float=1.,   # Largest norm over all parameters
         norm_type:float=2.   # As in `torch.nn.utils.clip_grad_norm_`
     ):
         need(max_norm>0, 'give a number above 0', max_norm=max_norm)
         self.max_norm,self.norm_type = max_norm,norm_type
-        self.norms = []
 
-    def before_fit(self): self.norms = []
     def before_step(self):
         meet_in_step(self.learn)
-        norm = clip_grad_norm_(with_grad(self.opt), self.max_norm, self.norm_type)
-        self._fresh.append(full_tensor(norm.detach()))
-
-    @property
-    def norms(self)->list:
-        "The gradient norm of each step of this fit, before clipping. A read makes a GPU wait, and no step does"
-        if self._fresh: self._done += torch.stack(self._fresh).tolist()
-        self._fresh = []
-        return self._done
-
-    @norms.setter
-    def norms(self, v):
-        self._done = list(v)
-        self._fresh = [] # on the device
+        clip_grad_norm_(with_grad(self.opt), self.max_norm, self.norm_type)
 
 # %% ../../nbs/learner/06_techniques.ipynb #a028
 class GradientAccumulation(Callback):
