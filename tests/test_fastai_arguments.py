@@ -21,7 +21,7 @@ words = dict(pred='inp', model='m', optimizer='opt', device='gpu', dtype='amp_mo
 # What cannot be given by position: `Name.method` to the first argument of fastai's that has another meaning there
 keywords = {'Learner': 'wd', 'Learner.fit': 'wd', 'Learner.fit_one_cycle': 'wd', 'Learner.get_preds': 'with_decoded',
             'Learner.load': 'device', 'Learner.predict': 'rm_type_tfms', 'DataLoaders.test_dl': 'rm_type_tfms',
-            'TfmdDL': 'num_workers', 'DistributedDL': 'device', 'AccumMetric': 'activation',
+            'TfmdDL': 'num_workers', 'DistributedDL': 'device', 'AccumMetric': 'activation', 'Recorder.plot_loss': 'log',
             'SaveModelCallback': 'every_epoch',
             'default_device': 'use'}
 

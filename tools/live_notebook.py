@@ -24,11 +24,11 @@ from learnerdist.launch import run
 class Slow(Callback):
     def after_batch(self): time.sleep(.15)
 def train(n):
-    import matplotlib.pyplot as plt # so that rank 0's plot is shown
+    import matplotlib.pyplot # so that rank 0's plot is shown
     ds = [(torch.rand(4),torch.rand(1)) for _ in range(120)]
     learn = Learner(DataLoaders.from_dsets(ds, ds[:20], bs=2), torch.nn.Linear(4, 1), torch.nn.MSELoss(), cbs=Slow())
     with learn.distrib_ctx(): learn.fit(n)
-    if is_rank0(): plt.plot(learn.recorder.losses)
+    if is_rank0(): learn.recorder.plot_loss()
     return 'done'
 ===
 run(train, 2, nproc=2)

@@ -157,6 +157,29 @@ class Recorder(Callback):
         if len(self.totals): self.after_train()
         if self.reduced: self.after_validate()
 
+    def plot_loss(self,
+        skip_start:int=0,     # Number of steps to leave out at the start
+        with_valid:bool=True, # Also each epoch's validation loss
+        *, ax=None               # matplotlib's axes; None: new ones
+    ):
+        "Plot each step's training loss and each epoch's validation loss; returns the axes"
+        import matplotlib.pyplot as plt
+        ax = ax or plt.subplots()[1]
+        ax.plot(range(skip_start, len(self.losses)), self.losses[skip_start:], label='train')
+        if with_valid and self.values: ax.plot([o-1 for o in self.iters], [o[1] for o in self.values], label='valid')
+        ax.set(xlabel='step', ylabel='loss')
+        ax.legend()
+        return ax
+
+    def plot_lr(self, ax=None):
+        """Plot each step's learning rate (of the last parameter group); returns the axes. ax: matplotlib's axes; None:
+        new ones"""
+        import matplotlib.pyplot as plt
+        ax = ax or plt.subplots()[1]
+        ax.plot(self.lrs)
+        ax.set(xlabel='step', ylabel='learning rate')
+        return ax
+
 defaults.callbacks.append(Recorder)
 
 _of_loop = 'avg_loss mets measuring reduced log steps lr_now n_before parts'.split()
