@@ -72,7 +72,7 @@ def test_what_comes_after_an_argument_that_we_lack_is_a_keyword():
     assert found==keywords
     with pytest.raises(TypeError, match='positional argument'): ours.Learner.fit(None, 1, .1, .01)
     flags = ours.Learner.flagged(None, dict(wd=.1))
-    with pytest.raises(TypeError, match="no option 'wd'"), flags: pass
+    with pytest.raises(TypeError, match=r"no option 'wd'; it is of the optimizer: opt_func=partial\(AdamW"), flags: pass
 
 def test_the_star_has_what_scripts_use():
     internal = 'planned_group await_save was_saved carried fit_flags preempted_status sum_grads mk_metric Compiled TrainEvalCallback'

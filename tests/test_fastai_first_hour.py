@@ -29,6 +29,12 @@ def without_targets():
     learn = learner(DataLoaders(dl, dl), OnGraph(), noop, opt_func=sgd)
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
 
+@pytest.mark.parametrize('kw,message', [(dict(n_epoch=-1),'n_epoch=-1: give a whole'),
+    (dict(n_epoch=1, start_epoch=-1),'start_epoch=-1: give a whole'),
+    (dict(n_epoch=1, cbs=[3]),'3 is no callback'), (dict(n_epoch=1, reset_opt='no'),"reset_opt='no': give True or False")], ids=str)
+def test_bad_arguments_of_fit(kw, message):
+    with pytest.raises(ValueError, match=message): learner().fit(**kw)
+
 def test_no_logging_is_for_our_lines_too(capsys):
     learn = Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), nn.CrossEntropyLoss())
     learn.say('seen')
@@ -121,6 +127,6 @@ def test_scripts(n):
     assert [len(o['outside']) for o in ranks]==([0] if n==1 else [1,0])
     for o in ranks:
         assert 'has no targets' in o['without_targets'] and 'Graph' in o['without_targets']
-        assert 'NoneType' in o['no_loss'] and o['typed'] is True
+        assert 'the loss is None: let loss_func' in o['no_loss'] and o['typed'] is True
         assert n==1 or o['predicts_on_rank_0']==4
         assert len(o['sam'])==2 and o['sam']==ranks[0]['sam'] and (n>1 or o['rank_of_one']==2)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from fastai import learner as fastai_learner
 from fastai.callback import core as fastai_core,progress as fastai_progress,tracker
+from fastai.callback.core import Callback
 from fastai.data.load import DataLoader
 from fastai.learner import Learner,noop
 from fastai.tabular.learner import TabularLearner
@@ -38,8 +39,10 @@ from ..core.env import group_rank,group_size,num_distrib
 from ..data.distributed_dl import DistributedDL,in_order
 from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
-from ..learner.learner import Learner as CoreLearner,Runner,get_model
+from ..learner.learner import Learner as CoreLearner,Runner
+from ..learner.learner import check_fit,check_loss,get_model
 from ..learner.techniques import evaluate_loaded,evaluated_weights
+from ..learner.callback import Callback as CoreCallback
 from ..learner.loggers import say_alone
 
 # first, so that a later import does not replace ours; fails without accelerate
@@ -224,6 +227,14 @@ list_options(Learner.to_distributed, Learner.distrib_ctx)
 # %% ../../nbs/fastai/04_learner.ipynb #c017b
 _fit = Learner.fit
 
+def _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt):
+    "ValueError for what no fit can take, before anything begins"
+    check_fit(n_epoch, start_epoch, reset_opt)
+    need(not any(isinstance(o, str) for o in L(lr)), 'give a number, a slice, or a list', lr=lr)
+    for o in L(cbs):
+        known = isinstance(o, (type,Callback,CoreCallback))
+        need(known, f'{o!r} is no callback: give a `Callback` or its class')
+
 @patch
 def fit(self:Learner,
     n_epoch,     # Number of epochs, those before `start_epoch` included
@@ -237,11 +248,15 @@ def fit(self:Learner,
     resume=False # True: go on from the fit's `Checkpoint`; a folder: as `Checkpoint(folder, resume=True)`
 ):
     "As fastai's, with three options more"
+    _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt)
     cbs = [o() if isinstance(o, type) else o for o in L(cbs)]
     with CoreLearner.flagged(self, dict(ddp=ddp, amp=amp, resume=resume)), checkpoint.running(self, cbs):
         if trainer := trainer_of(self): trainer.track_dls()
         elif num_distrib()>1 and not hasattr(self, 'lr_finder'): say_alone()
-        return _fit(self, n_epoch, lr, wd, cbs, reset_opt, start_epoch)
+        try: return _fit(self, n_epoch, lr, wd, cbs, reset_opt, start_epoch)
+        except Exception as e:
+            if isinstance(e, AttributeError) and vars(self).get('loss_grad', e) is None: check_loss(None)
+            raise
 
 # %% ../../nbs/fastai/04_learner.ipynb #sav2b
 _end_of_best = tracker.SaveModelCallback.after_fit

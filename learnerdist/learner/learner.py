@@ -71,6 +71,15 @@ class StartAt(NamedTuple):
     batches:int=0      # Batches of this epoch already trained on; the loader yields the rest
     trained:bool=False # Whether the training loop of this epoch is complete
 
+def check_arguments(dls, model, metrics, **functions):
+    "ValueError for what a learner cannot use"
+    remedy = 'give `DataLoaders`, or an object with `train`, an index and a length'
+    need(hasattr(dls, 'train'), remedy, dls=dls)
+    need(isinstance(model, torch.nn.Module), 'give a torch.nn.Module', model=model)
+    for k,v in functions.items():
+        need(callable(v) or v is None and k=='loss_func', 'give a function or a class', **{k: v})
+    for o in listify(metrics): need(not isinstance(o, Real), 'give a function or a class', metrics=o)
+
 # %% ../../nbs/learner/01_learner.ipynb #c008b
 class LocalLoop:
     "What a learner asks of the batches of a loop. These are the answers of a process that trains alone"
@@ -122,6 +131,19 @@ class Runner:
         model, make them whole at its end"""
 
 # %% ../../nbs/learner/01_learner.ipynb #oom01
+def check_fit(n_epoch, start_epoch, reset_opt):
+    "ValueError for numbers of epochs that are none, and if `reset_opt` is neither true nor false, such as a text"
+    for name,n in dict(n_epoch=n_epoch, start_epoch=start_epoch).items():
+        is_whole = hasattr(n, '__index__') and not isinstance(n, bool)
+        need(is_whole and n>=0, 'give a whole number of epochs, 0 or more', **{name: n})
+    need(reset_opt in (True,False), 'give True or False', reset_opt=reset_opt)
+
+def check_loss(loss, training=False):
+    "ValueError if a loss function has returned no tensor, or in training several numbers"
+    if isinstance(loss, torch.Tensor) and (loss.numel()==1 or not training): return
+    got = f'of shape {tuple(loss.shape)}' if isinstance(loss, torch.Tensor) else repr(loss)
+    raise ValueError(f'the loss is {got}: let loss_func return a tensor (), or (sum, count)')
+
 def check_targets(learn):
     "ValueError if a training batch has no targets, since nothing would be trained"
     if len(learn.yb): return
@@ -160,6 +182,9 @@ def group_lrs(lr, n:int)->list:
 # %% ../../nbs/learner/01_learner.ipynb #c008c
 # From a keyword of `fit` to a function of (learner, value) that returns a context manager around the fit
 fit_flags = {}
+_hints = dict(lr="; the rate of a fit with a schedule of its own is 'lr_max'")
+_hints |= dict(wd='; it is of the optimizer: opt_func=partial(AdamW, weight_decay=…)')
+_hints |= dict(moms="; it is of the schedule: fit(cbs=Scheduler(lambda opt: OneCycleLR(…)))")
 _loop_state = {*'model dl iter n_iter xb yb pred loss_grad loss items loss_trace training'.split()}
 
 # %% ../../nbs/learner/01_learner.ipynb #c008d
@@ -182,6 +207,8 @@ class Learner:
         model_dir='models',         # Folder for saved models, within `path`
         *, train_bn=True               # Train the normalisation layers of frozen parameter groups, too
     ):
+        check_arguments(dls, model, metrics, loss_func=loss_func, opt_func=opt_func, splitter=splitter)
+        need(isinstance(path, (str,Path,type(None))), 'give a folder', path=path)
         self.dls,self.model = dls,model
         self.loss_func = loss_func
         self.opt_func,self.lr = opt_func,lr
@@ -320,6 +347,7 @@ class Learner:
         **flags             # Other options that modules register in `fit_flags`
     ):
         "Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"
+        check_fit(n_epoch, start_epoch, reset_opt)
         flags |= {k: v for k,v in dict(ddp=ddp, amp=amp, resume=resume).items() if v is not None}
         with self.flagged(flags), self.added_cbs(cbs):
             self.prepare(self.lr if lr is None else lr, reset_opt)
@@ -334,7 +362,7 @@ class Learner:
         their values; None or False: off"""
         for o in flags:
             if o in fit_flags: continue
-            raise TypeError(f"fit has no option {o!r}; flags: {', '.join(fit_flags)}")
+            raise TypeError(f"fit has no option {o!r}{_hints.get(o, '')}; flags: {', '.join(fit_flags)}")
         with ExitStack() as stack:
             for k,f in fit_flags.items():
                 if flags.get(k) not in (None,False): stack.enter_context(f(self, flags[k]))
@@ -388,6 +416,7 @@ class Learner:
         self('after_pred')
         if self.yb:
             self.loss_grad = loss_of_batch(self)
+            check_loss(self.loss_grad, self.training)
             self.loss = self.loss_grad.detach().clone()
         self('after_loss')
         if not self.training: return

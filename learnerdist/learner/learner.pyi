@@ -44,6 +44,9 @@ class StartAt(NamedTuple):
     batches: int = 0
     trained: bool = False
 
+def check_arguments(dls, model, metrics, **functions):
+    """ValueError for what a learner cannot use"""
+
 class LocalLoop:
     """What a learner asks of the batches of a loop. These are the answers of a process that trains alone"""
     repeated: Any
@@ -101,6 +104,12 @@ class Runner:
         """Let the tensors by name in `o.weights` be the same for all who take part; and if a context has split the
         model, make them whole at its end"""
 
+def check_fit(n_epoch, start_epoch, reset_opt):
+    """ValueError for numbers of epochs that are none, and if `reset_opt` is neither true nor false, such as a text"""
+
+def check_loss(loss, training=False):
+    """ValueError if a loss function has returned no tensor, or in training several numbers"""
+
 def check_targets(learn):
     """ValueError if a training batch has no targets, since nothing would be trained"""
 
@@ -113,6 +122,8 @@ def group_lrs(lr, n: int) -> list:
     of parameter groups"""
 
 fit_flags: Any
+
+_hints: Any
 
 _loop_state: Any
 
