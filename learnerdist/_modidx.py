@@ -3039,6 +3039,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                              'learnerdist/learner/learner.py'),
                                              'learnerdist.learner.learner.TrainEvalCallback.before_validate': ( 'learner/learner.html#trainevalcallback.before_validate',
                                                                                                                 'learnerdist/learner/learner.py'),
+                                             'learnerdist.learner.learner.advise_on_memory': ( 'learner/learner.html#advise_on_memory',
+                                                                                               'learnerdist/learner/learner.py'),
                                              'learnerdist.learner.learner.check_arguments': ( 'learner/learner.html#check_arguments',
                                                                                               'learnerdist/learner/learner.py'),
                                              'learnerdist.learner.learner.check_fit': ( 'learner/learner.html#check_fit',

@@ -219,10 +219,12 @@ def test_the_timer_counts_the_data_of_a_step_once(monkeypatch):
     assert len(timer.times)==2 and timer.times[0]['data']==timer.times[1]['data']>0
 
 def test_memory_that_one_sample_does_not_have():
-    with pytest.raises(torch.OutOfMemoryError): fit(partial(Limited, 0, 'forward'), max_bs='auto')
+    messages = 'with a batch of 1 sample. The model is too large: .*shard=True'
+    with pytest.raises(torch.OutOfMemoryError, match=messages): fit(partial(Limited, 0, 'forward'), max_bs='auto')
     # Without the option
     for real,error,words in ((False,torch.OutOfMemoryError,'out of memory'), (True,RuntimeError,'DefaultCPUAllocator')):
-        with pytest.raises(error, match=words): fit(partial(Limited, 0, 'forward', real))
+        with pytest.raises(error, match=words) as e: fit(partial(Limited, 0, 'forward', real))
+        assert str(e.value).count('Out of memory in training with a batch of 24 samples.')==1
 
 # --- a callback that accumulates --------------------------------------------------------------------------------------
 

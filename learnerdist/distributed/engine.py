@@ -35,7 +35,7 @@ from .self_check import SelfCheck
 from .sharded import Sharded
 from .shares import evaluated,global_batch
 from .vote_links import Asks,Message,Outcome,Phase,cast,open_links,scopes
-from ..learner.learner import Runner,get_model,is_oom
+from ..learner.learner import Runner,advise_on_memory,get_model,is_oom
 from ..learner.losses import loss_of_model
 from ..learner.predictions import Unshared
 
@@ -386,7 +386,9 @@ class Engine(Runner):
         self.max_bs = most = -(-rows//W)
         while self.anyone((e := runs_out(self, self.loaders.share(dl, 'batch'))) is not None):
             if self.max_bs<2 and e is None: self.ballot.agree() # where the others hear of its failure
-            if self.max_bs<2: raise e
+            if self.max_bs<2:
+                advise_on_memory(e, self.learn, 1)
+                raise e
             self.max_bs = -(-self.max_bs//2)
         if self.max_bs<most: self.findings.note('micro-batches', _smaller.format(self.max_bs))
         self.loaders.deal_out(self.loaders.sources)

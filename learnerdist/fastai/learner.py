@@ -39,7 +39,7 @@ from ..core.env import group_rank,group_size,num_distrib
 from ..data.distributed_dl import DistributedDL,in_order
 from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
-from ..learner.learner import Learner as CoreLearner,Runner
+from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
 from ..learner.learner import check_fit,check_loss,get_model
 from ..learner.techniques import evaluate_loaded,evaluated_weights
 from ..learner.callback import Callback as CoreCallback
@@ -255,6 +255,7 @@ def fit(self:Learner,
         elif num_distrib()>1 and not hasattr(self, 'lr_finder'): say_alone()
         try: return _fit(self, n_epoch, lr, wd, cbs, reset_opt, start_epoch)
         except Exception as e:
+            if 'xb' in vars(self): advise_on_memory(e, self)
             if isinstance(e, AttributeError) and vars(self).get('loss_grad', e) is None: check_loss(None)
             raise
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel,DistributedDataParallel
 
 from .callback import Callback,Order,batch_events,all_events,cancels
 from .losses import loss_of_batch,loss_trace
-from ..data.loaders import call_model,data_len,single,split_batch,to_device
+from ..data.loaders import call_model,data_len,find_bs,single,split_batch,to_device
 from ..core.env import default_device
 from ..core.lending import replaced
 from ..core.remote import as_path
@@ -160,6 +160,18 @@ def is_oom(e)->bool:
     # of the host, and of mps
     says_so = 'DefaultCPUAllocator' in str(e) or 'out of memory' in str(e)
     return isinstance(e, RuntimeError) and says_so
+
+def advise_on_memory(e, learn, n:int=None):
+    """If the exception says that memory has run out, add the size of the batch and a remedy to it. e: an exception
+    that has ended a fit; learn: ours or fastai's; n: the samples of the batch; None: of the learner's"""
+    if not is_oom(e) or not (n or learn.xb): return
+    n = n or find_bs(learn.xb)
+    loop = 'training' if learn.training else 'evaluation'
+    remedy = ("Take a smaller batch size: distrib_ctx(max_bs='auto') keeps the samples of a step, to_bf16() halves "
+              'activations')
+    if n==1: remedy = ('The model is too large: distrib_ctx(shard=True) spreads it over the ranks, to_bf16() and '
+                       'torch.utils.checkpoint save activations')
+    e.args = (f'{e}\nOut of memory in {loop} with a batch of {n} sample{"s"*(n>1)}. {remedy}.',)
 
 # %% ../../nbs/learner/01_learner.ipynb #c026
 def group_lrs(lr, n:int)->list:
@@ -354,6 +366,9 @@ class Learner:
             self.n_epoch,self.start_at = n_epoch,StartAt(start_epoch)
             self.fitting = True
             try: self._with_events(self._do_fit, 'fit')
+            except Exception as e:
+                advise_on_memory(e, self)
+                raise
             finally: self._end_fit()
 
     @contextmanager

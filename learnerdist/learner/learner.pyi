@@ -116,6 +116,10 @@ def check_targets(learn):
 def is_oom(e) -> bool:
     """Whether an exception says that memory has run out, on a GPU or on the host"""
 
+def advise_on_memory(e, learn, n: int | None=None):
+    """If the exception says that memory has run out, add the size of the batch and a remedy to it. e: an exception
+    that has ended a fit; learn: ours or fastai's; n: the samples of the batch; None: of the learner's"""
+
 def group_lrs(lr, n: int) -> list:
     """The learning rate of each parameter group. ValueError for a list of another length. lr: a number for all groups;
     a list, one for each; `slice(a,b)`: from a to b in equal ratios; `slice(b)`: b/10, and b for the last; n: number
