@@ -218,26 +218,15 @@ def test_validation_cancelled_on_one_rank_of_a_sharded_model(of_three):
     "As with DDP. Training: test_scenes.py"
     for got,want in zip(run_ranks(valid_cases, 3, 3, None, None, shard=True), of_three(valid_cases, 3)): close(got, want)
 
-class ValidStop(Callback):
-    run_train = False
-    def __init__(self, rank, at): self.rank,self.at = rank,at
-    def after_batch(self):
-        if group_rank()==self.rank and self.iter==self.at: raise CancelValidException
-
 def valid_cases(W, rank, path, **ctx):
     "10 samples at batch size 1 on 3 ranks: rank 0 has 4 batches, the others 3"
     res = []
     for rank,at in [(0,0),(1,1),(2,2),(0,3),(1,2)]:
         learn = make(bs=1)
         trace = Trace()
-        with learn.distrib_ctx(seed=1, **ctx): res.append((learn.validate(cbs=[ValidStop(rank, at), trace]), trace.after))
+        stop = Raise('after_batch', CancelValidException, rank, at)
+        with learn.distrib_ctx(seed=1, **ctx): res.append((learn.validate(cbs=[stop, trace]), trace.after))
     return res
-
-class Extreme(Callback):
-    "Cancels on rank 1 alone, first or last of all that a user may ask for"
-    def __init__(self, order, event): self.order = order; setattr(self, event, self.cancel)
-    def cancel(self):
-        if group_rank()==1 and self.epoch==0 and self.learn.training: raise CancelFitException
 
 def rank_extreme():
     res = []
@@ -246,7 +235,8 @@ def rank_extreme():
             grouped = GradientAccumulation(2*BS*group_size())
             for event,*cbs in (['before_batch'],['before_batch',grouped],['after_batch'],['after_step'],['before_train']):
                 learn = make()
-                with learn.distrib_ctx(seed=1, timeout_s=60), learn.no_logging(): learn.fit(2, cbs=[*cbs, Extreme(order, event)])
+                cbs.append(Raise(event, CancelFitException, 1, order=order))
+                with learn.distrib_ctx(seed=1, timeout_s=60), learn.no_logging(): learn.fit(2, cbs=cbs)
                 res.append(weights(learn).tolist())
     return res
 
