@@ -1,5 +1,5 @@
 "One process: every public call works without a launcher, and costs no group and no wrapper"
-import contextlib,io
+import contextlib,io,warnings
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -144,6 +144,11 @@ def test_names_that_stay():
         predict save load add_cb add_cbs remove_cb remove_cbs added_cbs no_bar no_logging'''
     assert {*names.split()}<={*d.__all__} and all(hasattr(everything, k) for k in names.split())
     assert all(hasattr(Learner, k) for k in methods.split())
+
+def test_a_scripted_module_can_be_the_loss():
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore') # torch.jit is deprecated
+        assert mean_over(torch.jit.script(nn.MSELoss())).kind=='unknown'
 
 def test_class_weights_with_small_integers_as_targets():
     over = mean_over(nn.CrossEntropyLoss(torch.tensor([1.,3.])))
