@@ -3,13 +3,13 @@ import functools, itertools, math
 import pytest, torch
 from torch import nn
 import scenes
-from harness import asking, close, error_of, needs_fsdp2
+from harness import asking, close, error_of, needs_fsdp2, newer_torch
 from helpers import Raise, weights
 from scenes import net, normed, scene
 from learnerdist.all import *
 from learnerdist.core.env import group_rank, group_size
 from learnerdist.data.dealing import epoch_order
-from learnerdist.testing import run_ranks
+from learnerdist.testing import RanksError, run_ranks
 
 N,BS = 24,3 # 2 ranks take 4 steps an epoch, 3 ranks take 3 (the last one padded)
 
@@ -320,3 +320,20 @@ def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans(found):
     assert len(extreme)==10 and len(set(lrs))==4
     assert nans[0]==nans[1] # they count for nothing
     for w,losses,sums in nans: assert all(map(math.isfinite, w+losses)) and {*sums}=={2.} and len(sums)>4
+
+def late_with_a_collective():
+    "Rank 0 cancels before the step, where it waits for the answer of the others; they are in a collective of torch's"
+    class Adds(Callback):
+        def after_step(self):
+            with process_group(timeout_s=3): torch.distributed.all_reduce(torch.ones(()))
+    learn = make()
+    with learn.distrib_ctx(seed=1): learn.fit(1, cbs=[Raise('before_step', CancelBatchException, 0, 1),Adds])
+
+@newer_torch("a group's timeout stays as it was when the group was opened")
+def test_a_collective_to_which_a_rank_does_not_come_is_named_with_both_lines():
+    with pytest.raises(RanksError) as e: run_ranks(late_with_a_collective, 2, timeout_s=100)
+    zero,one = (e.value.errors[r] for r in range(2))
+    assert all('a rank did not come' in o.message for o in (zero,one))
+    assert zero.where.startswith('waited in the vote of a step, from ')
+    assert one.where.startswith('waited in all_reduce, from'), one.where
+    assert 'in after_step: with process_group(timeout_s=3): torch' in one.where
