@@ -1,6 +1,5 @@
 "Cancel exceptions on one rank become the same on all; uneven loaders; weights stay equal; failures reach every rank"
 import functools, itertools, math
-from functools import partial
 import pytest, torch
 from torch import nn
 import scenes
@@ -218,26 +217,15 @@ def test_validation_cancelled_on_one_rank_of_a_sharded_model(of_three):
     "As with DDP. Training: test_scenes.py"
     for got,want in zip(run_ranks(valid_cases, 3, 3, None, None, shard=True), of_three(valid_cases, 3)): close(got, want)
 
-class ValidStop(Callback):
-    run_train = False
-    def __init__(self, rank, at): self.rank,self.at = rank,at
-    def after_batch(self):
-        if group_rank()==self.rank and self.iter==self.at: raise CancelValidException
-
 def valid_cases(W, rank, path, **ctx):
     "10 samples at batch size 1 on 3 ranks: rank 0 has 4 batches, the others 3"
     res = []
     for rank,at in [(0,0),(1,1),(2,2),(0,3),(1,2)]:
         learn = make(bs=1)
         trace = Trace()
-        with learn.distrib_ctx(seed=1, **ctx): res.append((learn.validate(cbs=[ValidStop(rank, at), trace]), trace.after))
+        stop = Raise('after_batch', CancelValidException, rank, at)
+        with learn.distrib_ctx(seed=1, **ctx): res.append((learn.validate(cbs=[stop, trace]), trace.after))
     return res
-
-class Extreme(Callback):
-    "Cancels on rank 1 alone, first or last of all that a user may ask for"
-    def __init__(self, order, event): self.order = order; setattr(self, event, self.cancel)
-    def cancel(self):
-        if group_rank()==1 and self.epoch==0 and self.learn.training: raise CancelFitException
 
 def rank_extreme():
     res = []
@@ -246,28 +234,12 @@ def rank_extreme():
             grouped = GradientAccumulation(2*BS*group_size())
             for event,*cbs in (['before_batch'],['before_batch',grouped],['after_batch'],['after_step'],['before_train']):
                 learn = make()
-                with learn.distrib_ctx(seed=1, timeout_s=60), learn.no_logging(): learn.fit(2, cbs=[*cbs, Extreme(order, event)])
+                cbs.append(Raise(event, CancelFitException, 1, order=order))
+                with learn.distrib_ctx(seed=1, timeout_s=60), learn.no_logging(): learn.fit(2, cbs=cbs)
                 res.append(weights(learn).tolist())
     return res
 
-def zero_gradients(W, rank, path):
-    "One step with weight decay, in which the gradients are zero, on ranks of which some cancel the backward pass"
-    res = []
-    with process_group():
-        for cancelling in ([1], [*range(1, W)], [*range(W)]):
-            model = nn.Linear(1, 1, bias=False).double()
-            nn.init.ones_(model.weight)
-            opt = partial(torch.optim.SGD, weight_decay=.1)
-            learn = Learner(DataLoaders(TfmdDL([(torch.zeros(1).double(),)*2]*2*W, bs=1)), model, nn.MSELoss(), opt, lr=1.)
-            cbs = [Raise('before_backward', CancelBackwardException, r, 0) for r in cancelling]
-            with learn.distrib_ctx(timeout_s=60), learn.no_logging(): learn.fit(1, cbs=cbs)
-            res.append(model.weight.item())
-    return res
-
-of_three = asking(alone=(valid_cases, zero_gradients))
-
-def test_zero_gradients_are_no_cancelled_backward_pass(of_three):
-    for got in of_three(zero_gradients, 3): assert got==pytest.approx([.81,.81,.9], abs=1e-12)
+of_three = asking(alone=(valid_cases,))
 
 class CancelsInside(Callback):
     "Raises within the backward pass of rank 1"

@@ -1,12 +1,10 @@
 "BatchNorm over ranks equals BatchNorm of one process on the global batch"
 import copy, functools, inspect, pickle
-from types import SimpleNamespace
 import pytest, torch
 import torch.distributed as dist
 from torch import nn
 from harness import Failed, caught
 from learnerdist.distributed.batchnorm import sync_batchnorm
-from learnerdist.distributed.parts import Part, Why
 from learnerdist.core.env import process_group
 from learnerdist.testing import run_ranks
 
@@ -126,24 +124,6 @@ def small_batches():
 
 def test_small_batches_and_wrong_shapes():
     for o in answers(2, 'small_batches'): assert not isinstance(o, Failed), o
-
-def test_torchs_layer_gets_no_row_of_a_cancelled_batch(monkeypatch):
-    "On a GPU: a stand-in for torch's layer, which has to be called, and to be in the graph, since its exchanges are those of all ranks"
-    seen = []
-    def stand_in(self, x):
-        seen.append((tuple(x.shape),x.dtype))
-        return x*self.weight[:,None,None]
-    monkeypatch.setattr(nn.SyncBatchNorm, 'forward', stand_in)
-    bn,x = layer(),batch(dtype=torch.bfloat16)
-    now = SimpleNamespace(part=Part(0, Why.cancelled), by_parts=False)
-    undo = sync_batchnorm(bn, running=now)
-    y = bn._forward_torch(x)
-    now.part.why = None
-    y.sum().backward()
-    assert y.shape==x.shape and torch.equal(bn.weight.grad, torch.zeros(3, dtype=F64)) and seen==[((0,3,4,5),torch.float32)]
-    bn._forward_torch(x)
-    assert seen[1:]==[((8,3,4,5),torch.bfloat16)]
-    undo()
 
 # --- parts of the ranks, and the swap ----------------------------------------------------------------------------------------
 

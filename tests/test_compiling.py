@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from torch.utils.data import TensorDataset
 import scenes
 from harness import close, needs_fsdp2
-from helpers import At
+from helpers import At, Raise
 from learnerdist.core.compat import fsdp_on_cpu
 from scenes import F32, draws, scene
 from learnerdist.all import *
@@ -154,9 +154,7 @@ def test_what_is_compiled_and_what_is_left_of_it():
     with pytest.raises(ValueError, match='computes its loss'), learn.no_logging(): learn.fit(1)
     learn = make(lambda: torch.compile(blocks(), backend='eager')).compile()
     with pytest.raises(ValueError, match='the result of torch.compile'), learn.no_logging(): learn.fit(1)
-    class Fails(Callback):
-        def after_pred(self): raise ZeroDivisionError
-    learn = make(cbs=Fails).compile(backend='eager')
+    learn = make(cbs=Raise('after_pred', ZeroDivisionError)).compile(backend='eager')
     with pytest.raises(ZeroDivisionError), learn.no_logging(): learn.fit(1)
     assert traces(learn.model)==[] # an error in a batch leaves the plain model
 

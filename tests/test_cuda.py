@@ -5,7 +5,7 @@ import functools, os, signal, tempfile, time
 from functools import partial
 from pathlib import Path
 from gpus import visible
-import pytest, torch, torch.distributed as dist
+import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 import scenes, test_bits
@@ -21,84 +21,67 @@ pytestmark = [pytest.mark.skipif(not (visible or is_possible), reason='needs a G
 class Sees(Callback):
     "Where batches and weights are, and of which class BatchNorm layers are"
     order = 40
-    def __init__(self): self.devices,self.classes,self.layers = set(),set(),[]
-    def before_fit(self): self.layers = [*self.learn.model]
+    def __init__(self): self.devices,self.classes = set(),set()
     def after_batch(self):
         tensors = *self.xb,*self.yb,self.pred,next(self.model.parameters())
         self.devices |= {str(o.device) for o in tensors}
-        norms = [o for o in self.model.modules() if isinstance(o, nn.modules.batchnorm._BatchNorm)]
-        self.classes |= {f"{type(o).__name__}/{'Sync' in type(o).__name__}" for o in norms}
+        self.classes |= {type(o).__name__ for o in self.model.modules() if isinstance(o, nn.modules.batchnorm._BatchNorm)}
 
 of = partial(scene, n=40, n_valid=23, bs=16, ds=classes, loss=F.cross_entropy, opt=torch.optim.SGD, metrics=[accuracy], fits=[2])
-table = dict(plain=of(), bn=of(model=normed), pinned=of(dl=dict(pin_memory=True)))
-table['local_bn'] = of(model=normed, ctx=dict(seed=3, sync_bn=False))
-kws = 'plain','bn','pinned'
-
-def run(k, W=1, rank=0):
-    sees = Sees()
-    res = scenes.run(dict(table[k], cbs=lambda: [sees]), W, rank)
-    return dict(res=res, seen=sorted(sees.devices), classes=sorted(sees.classes), kinds=[type(o).__name__ for o in sees.layers])
-
-def same(a, b):
-    close(a['res'], b['res'], 1e-6)
-    for k in ('state','opt'): close(a['res']['fits'][0][k], b['res']['fits'][0][k])
-    close(a['res']['preds'], b['res']['preds'])
-
-def rank_run(kws, own=False):
-    if own: setup_distrib()
-    res = []
-    with process_group():
-        backend = dist.get_backend() if dist.is_initialized() else None
-        for k in kws: res.append(run(k, group_size(), group_rank()))
-    is_open = dist.is_initialized()
-    if own: teardown_distrib()
-    return res,backend,is_open
-
 on_gpus,on_one_gpu = ({'CUDA_VISIBLE_DEVICES': ','.join(visible[:n])} for n in (None,1))
 
-def run_ranks(func, W, *args, env=None, **kw):
+def run_ranks(func, W, *args, env=None):
     "On all GPUs, or with `env` on one; on simulated ones where there is none"
-    if visible: return testing.run_ranks(func, W, *args, env=on_one_gpu if env else on_gpus, **kw)
-    return testing.run_ranks(rank_simulated, W, 1 if env else 2, func, args, kw)
+    if visible: return testing.run_ranks(func, W, *args, env=on_one_gpu if env else on_gpus, timeout_s=300)
+    return testing.run_ranks(rank_simulated, W, 1 if env else 2, func, *args, timeout_s=300)
 
-def rank_simulated(n, func, args, kw):
-    with SimulatedGPU(n): return func(*args, **kw)
+def rank_simulated(n, func, *args):
+    with SimulatedGPU(n): return func(*args)
 
-def rank_alone(kws): return [run(k) for k in kws]
+real = pytest.mark.skipif(not visible, reason='needs a real GPU')
 
-@functools.cache
-def alone(): return run_ranks(rank_alone, 1, kws)[0]
+def over_nccl(func, *args):
+    "nccl refuses two ranks on a GPU, unless each is on a machine of its own, as far as it knows: it connects these by sockets"
+    os.environ |= dict(NCCL_HOSTID=os.environ['RANK'], NCCL_NET='Socket', NCCL_SOCKET_IFNAME='lo')
+    setup_distrib(backend='cpu:gloo,cuda:nccl', timeout_s=60)
+    try: return func(*args)
+    finally: teardown_distrib()
 
-def test_alone_on_the_gpu():
-    cpu, = testing.run_ranks(rank_alone, 1, kws)
-    for a,b in zip(alone(), cpu, strict=True): same(a, b)
-    for o in alone(): assert o['seen']==['cuda:0'] and o['classes'] in ([], ['BatchNorm1d/False'])
-
-def test_nccl_in_a_group_of_one_that_the_user_opened():
-    (got,backend,is_open), = run_ranks(rank_run, 1, kws, own=True)
-    assert 'nccl' in backend and is_open
-    for a,b in zip(got, alone()): same(a, b)
-    assert all(o['seen']==['cuda:0'] for o in got)
+def plainly(func, *args): return func(*args)
 
 @functools.cache
-def on_one(): return run_ranks(rank_run, 2, [*kws,'local_bn'], env=on_one_gpu)
+def on_the_cpu(names):
+    with tempfile.TemporaryDirectory() as d: return testing.run_ranks(table_on, 1, names, Path(d), 0, timeout_s=200)[0]
 
-two_gpus = pytest.param('nccl', {}, marks=pytest.mark.skipif(len(visible)==1, reason='needs two GPUs'))
+# fastai's first script draws its dropout on the device
+trainings = tuple(o for o in (*of_table,*stories,*of_fastai) if 'script' not in o)
+few = 'cross-entropy','BatchNorm','pinned memory'
+two_gpus = pytest.mark.skipif(len(visible)==1, reason='needs two GPUs')
+table = [(2, plainly, few, on_one_gpu), pytest.param(2, plainly, few, None, marks=two_gpus)]
+table += [pytest.param(W, how, trainings, on_one_gpu, marks=real) for W in (1, 2) for how in (plainly, over_nccl)]
 
-@pytest.mark.parametrize('backend,env', [('gloo', on_one_gpu), two_gpus])
-def test_two_ranks_on_one_gpu_and_on_two(backend, env):
-    for r,(got,used,_) in enumerate(on_one() if env else run_ranks(rank_run, 2, kws)):
-        assert backend in used and got[1]['kinds'][1]=='BatchNorm1d'
-        for a,b in zip(got, alone()): same(a, b)
-        assert all(o['seen']==[f'cuda:{0 if env else r}'] for o in got)
+@pytest.mark.parametrize('W,how,names,env', table)
+def test_trainings_are_those_of_the_cpu(tmp_path, W, how, names, env):
+    "Two ranks share a GPU over gloo, or have one each, and nccl"
+    for got in run_ranks(how, W, table_on, names, tmp_path, 0, env=env):
+        for k in names: close(got[k]['got'], on_the_cpu(names)[k]['got'], of_table.get(k, {}).get('tol', 1e-6), k)
+
+def rank_sync():
+    "The class of BatchNorm layers while ranks train, with statistics of all ranks and of each"
+    res = []
+    for sync_bn in (True,False):
+        learn,sees = make(of(model=normed), group_size(), group_rank()),Sees()
+        with learn.no_logging(), learn.distrib_ctx(sync_bn=sync_bn): learn.fit(1, cbs=sees)
+        res.append((sorted(sees.classes), type(learn.model[1]).__name__))
+    return res
 
 def test_sync_bn_is_torchs_on_the_gpu():
-    for (_,on,_,off),*_ in on_one():
-        assert any(o.endswith('/True') for o in on['classes']) and off['classes']==['BatchNorm1d/False'] and on['kinds']==off['kinds']
+    for synced,own in run_ranks(rank_sync, 2, env=on_one_gpu):
+        assert synced==(['SyncBatchNorm1d'], 'BatchNorm1d') and own==(['BatchNorm1d'], 'BatchNorm1d')
 
 def rank_pinned():
     "Whether what the loader of the context gives is pinned"
-    learn = make(table['pinned'])
+    learn = make(of(dl=dict(pin_memory=True)))
     with process_group(), learn.distrib_ctx():
         b = next(iter(learn.dls.train))
         return b[0].is_pinned(),str(learn.dls.device),str(learn.dls.one_batch()[0].device)
@@ -151,30 +134,6 @@ def test_files_from_the_gpu(tmp_path):
     for devices,finite in run_ranks(rank_files, 2, tmp_path, env=on_one_gpu): assert finite and len(devices)==1
 
 # --- a real GPU: the real nccl, between ranks that share it -------------------------------------------------------------
-
-real = pytest.mark.skipif(not visible, reason='needs a real GPU')
-
-def over_nccl(func, *args):
-    "nccl refuses two ranks on a GPU, unless each is on a machine of its own, as far as it knows: it connects these by sockets"
-    os.environ |= dict(NCCL_HOSTID=os.environ['RANK'], NCCL_NET='Socket', NCCL_SOCKET_IFNAME='lo')
-    setup_distrib(backend='cpu:gloo,cuda:nccl', timeout_s=60)
-    try: return func(*args)
-    finally: teardown_distrib()
-
-def plainly(func, *args): return func(*args)
-
-@functools.cache
-def on_the_cpu():
-    with tempfile.TemporaryDirectory() as d: return testing.run_ranks(table_on, 1, trainings, Path(d), 0, timeout_s=200)[0]
-
-# fastai's first script draws its dropout on the device
-trainings = [o for o in (*of_table,*stories,*of_fastai) if 'script' not in o]
-
-@real
-@pytest.mark.parametrize('W,how', [(1, plainly), (1, over_nccl), (2, plainly), (2, over_nccl)])
-def test_trainings_are_those_of_the_cpu(tmp_path, W, how):
-    for got in testing.run_ranks(how, W, table_on, trainings, tmp_path, 0, timeout_s=300, env=on_one_gpu):
-        for k in trainings: close(got[k]['got'], on_the_cpu()[k]['got'], of_table.get(k, {}).get('tol', 1e-6), k)
 
 def rank_bits():
     torch.use_deterministic_algorithms(True)

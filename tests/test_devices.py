@@ -16,6 +16,7 @@ from learnerdist.learner.learner import is_oom
 from learnerdist.learner.techniques import half_type
 from learnerdist.testing import run_ranks
 from harness import all_warnings, close
+from helpers import Raise
 from scenes import F32, F64, classes, make, run, scene
 from simulated_gpu import SimulatedGPU, is_possible
 
@@ -119,10 +120,6 @@ def test_memory_of_mps_has_run_out():
 
 class Broken(Exception): pass
 
-class Fails(Callback):
-    def after_pred(self):
-        if rank_distrib()==1 and self.train_iter==1: raise Broken('no luck')
-
 class WaitsForTheDevice(Callback):
     "On rank 0: it is not freed by closed connections, but when the device's work is aborted; then the device has an error"
     def __init__(self): self.aborted = threading.Event()
@@ -157,7 +154,7 @@ def rank_waits():
     with SimulatedGPU(2), pytest.MonkeyPatch.context() as m:
         m.setattr(dist, 'init_process_group', opened)
         m.setattr(dist.ProcessGroupGloo, 'abort', lambda pg: waits.aborted.set()) # which the simulated GPU has beneath
-        first = ends(Fails(), waits)
+        first = ends(Raise('after_pred', Broken('no luck'), 1, 1), waits)
         m.setattr(dist.ProcessGroupGloo, 'abort', abort)
         return first,ends(Hangs()),seen,os.environ.get('TORCH_NCCL_ASYNC_ERROR_HANDLING')
 

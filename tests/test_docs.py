@@ -1,5 +1,5 @@
 "How long the docs are; before a release the site, built from this tree: every link and anchor leads somewhere"
-import json,os,re,subprocess,sys
+import os,re,subprocess,sys
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,18 +98,3 @@ def test_the_api_has_what_is_public_by_topic(pages):
     internal = {'Engine','Checkpoint.commit','open_memory'}
     assert {k.partition('/')[0] for k,v in pages.items() if internal & v.anchors}=={'checkpoint','distributed'}
     assert internal <= {a for v in pages.values() for a in v.anchors}
-
-@pytest.mark.long
-def test_search_finds_guides_first(site):
-    """Its order: a match in a title counts more than one in a text, then one at the beginning; then the order of this file. Internals are
-    found by their titles, which begin with their module"""
-    items = json.loads((site/'search.json').read_text())['items']
-    parts = [o['path'][0] for o in items]
-    assert [*dict.fromkeys(parts)]==['Home','Guide','API','Tutorials','Modules','Project']
-    internal = [o for o in items if o['path'][0]=='Modules']
-    assert {o['text'] for o in internal}=={''} and 'Modules, learner.learner: <code>Learner.fit</code>' in {o['title'] for o in internal}
-
-@pytest.mark.long
-def test_formulas_are_set(pages):
-    assert not [k for k,v in pages.items() if '$$' in v.text]
-    assert 'math' in pages['distributed/batchnorm.html'].tags

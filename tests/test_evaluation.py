@@ -220,7 +220,7 @@ def rank_answers(W):
         res = {k: caught(f, in_ctx) for k,f in {**cases,**random_cases}.items()} # the next ones go on
         if W==3: return res
         return res|dict(parts=parts(), splits=[split(o) for o in ('plain','shuffled','own')],
-                        within=[within(o) for o in (True,False)], others=others(in_ctx), sums=sums(2))
+                        within=[within(o) for o in (True,False)], others=others(in_ctx))
 
 class NeedsInput(BatchMeans):
     "Reads inputs, and does not ask for them"
@@ -257,32 +257,15 @@ def reads_others(ctx, metrics=(), model=None, n=20, cbs=None):
 
 def squares(p, t): return ((p-F.one_hot(t, 4))**2).sum() # nobody has said that it is a sum
 
-def sums(W):
-    "Losses of the table for batches of 16 samples on all ranks together, in training and in validation: of a fit, and before it"
-    res = []
-    for loss in (nn.CrossEntropyLoss(reduction='sum'),squares):
-        dl = TfmdDL(TensorDataset(*xy(32)), 16//W)
-        learn = Learner(DataLoaders(dl, TfmdDL(TensorDataset(*xy(44)), 16//W)), nn.Linear(3, 4), loss, torch.optim.SGD, lr=0.)
-        nn.init.eye_(learn.model.weight), nn.init.zeros_(learn.model.bias)
-        with learn.no_logging(), learn.distrib_ctx(seed=1):
-            before = learn.validate()
-            learn.fit(1)
-            res += [*before,*learn.recorder.values[-1],*learn.validate(0)]
-    return res
-
-def test_a_loss_that_is_a_sum_has_one_scale():
-    "For the samples of a step, in training and validation, at any number of ranks: on two, validation was half of training"
-    for got in (sums(1),*[o['sums'] for o in on_ranks(2)]):
-        for i,loss in enumerate((nn.CrossEntropyLoss(reduction='sum'),squares)):
-            valid,train = [loss(nn.functional.pad(x, (0, 1)), y).item()*16/len(x) for x,y in (xy(44),xy(32))]
-            assert got[4*i:4*i+4]==pytest.approx([valid,train,valid,train], rel=1e-5)
-
-def test_batches_of_one_sample_do_not_hide_a_sum():
-    "In one process: training has shown what the loss is"
-    learn = Learner(DataLoaders(TfmdDL(TensorDataset(*xy(32)), 16), TfmdDL(TensorDataset(*xy(44)), 1)), nn.Linear(3, 4), squares, lr=0.)
-    with learn.no_logging(), learn.distrib_ctx(): learn.fit(1)
+@pytest.mark.parametrize('bs,fits', [(1, True), (11, False)])
+def test_a_sum_of_which_nobody_has_said_so(bs, fits):
+    "In training we see what it is, which batches of one sample do not show; before the first fit validation looks at its own"
     x,y = xy(44)
-    assert learn.recorder.values[-1][1]==pytest.approx(squares(learn.model(x), y).item()*16/44, rel=1e-5)
+    learn = Learner(DataLoaders(TfmdDL(TensorDataset(*xy(32)), 16), TfmdDL(TensorDataset(x, y), bs)), nn.Linear(3, 4), squares, lr=0.)
+    with learn.no_logging(), learn.distrib_ctx():
+        if fits: learn.fit(1)
+        loss, = learn.validate()
+    assert loss==pytest.approx(squares(learn.model(x), y).item()*16/44, rel=1e-5) # 16 samples: a step
 
 def others(ctx):
     torch.manual_seed(0)

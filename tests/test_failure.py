@@ -8,7 +8,7 @@ from test_agreement import make
 from test_no_trace import changes, snapshot
 from learnerdist.all import *
 from learnerdist.core import env,rank0
-from learnerdist.core.env import close_group,current_group,group_timeout,in_group,is_consequence,shared_store,wait_key
+from learnerdist.core.env import current_group,group_timeout,in_group,is_consequence,shared_store,wait_key
 from learnerdist.core.stacks import report_folder
 from learnerdist.launch.watch import explain
 from learnerdist.testing import run_ranks
@@ -252,19 +252,6 @@ def within_short_patience():
         shared_store().set('heard', 'yes')
 
 def test_timeout_within_a_group(): run_ranks(within_short_patience, 2)
-
-def test_groups_of_a_failed_rank_are_aborted(monkeypatch):
-    "nccl's `destroy` would wait for what is pending. A stand-in for its groups"
-    calls = []
-    monkeypatch.setattr(env, '_ours', [None,'control'])
-    monkeypatch.setattr(env, 'in_group', lambda: True)
-    monkeypatch.setattr(env, 'destroy_group', lambda g: calls.append(('destroy',g)))
-    monkeypatch.setattr(env, 'abort_group', lambda g: calls.append(('abort',g)))
-    close_group(failed=True)
-    assert calls==[('abort','control'),('abort',None)] and env._ours==[]
-    env._ours.append(None)
-    close_group()
-    assert calls[2:]==[('destroy',None)]
 
 def rank_reads_files(path):
     "Rank 0, which alone writes, does so when the others are at the end of the context"

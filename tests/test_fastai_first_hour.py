@@ -5,6 +5,7 @@ from harness import all_warnings
 from learnerdist.core.lending import replaced
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
+from test_first_hour import Graph, OnGraph
 
 def loader(): return DataLoader([(torch.full((3,), float(i)), torch.tensor(i%2)) for i in range(8)], bs=2)
 def learner(dls=None, model=None, loss=None, **kw):
@@ -13,19 +14,8 @@ def learner(dls=None, model=None, loss=None, **kw):
     return learn
 sgd = partial(OptimWrapper, opt=torch.optim.SGD)
 
-class Graph:
-    "A batch object, as of PyTorch Geometric"
-    def __init__(self, x): self.x = x
-    def to(self, *args, **kwargs): return self
-
-class OnGraph(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3, 1)
-    def forward(self, g): return SimpleNamespace(loss=self.inner(g.x).mean())
-
 def without_targets():
-    dl = DataLoader([Graph(torch.ones(2, 3))]*8, bs=2, create_batch=lambda b: (b[0],))
+    dl = DataLoader([Graph()]*8, bs=2, create_batch=lambda b: (b[0],))
     learn = learner(DataLoaders(dl, dl), OnGraph(), noop, opt_func=sgd)
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
 

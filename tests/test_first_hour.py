@@ -1,12 +1,14 @@
 "What a newcomer gets wrong in the first hour, and what is said then"
-import subprocess,sys,warnings
+import re,subprocess,sys,warnings
 
 import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from helpers import as_script
-from learnerdist.all import (DataLoaders,Learner,SaveModelCallback,TfmdDL,is_rank0)
+from learnerdist.all import Checkpoint,DataLoaders,EMA,Learner,SaveModelCallback,TfmdDL,is_rank0
+from learnerdist.launch.processes import RankObject
+from learnerdist.plan import plan
 from learnerdist.testing import RanksError,run_ranks
 
 x = torch.linspace(-3, 3, 24)[:,None]
@@ -71,10 +73,20 @@ cases = dict(
     no_targets=(lambda: learner([Graph()]*2, model=OnGraph(), loss_func=None).fit(1), ValueError, 'Graph, has no targets'),
     shard=(lambda: in_context(shard='yes'), ValueError, "shard='yes': give True, or a dict of options"),
     batch_size=(lambda: in_context(16), ValueError, 'sync_bn=16: give True or False'),
-    lbfgs=(lambda: learner(opt_func=torch.optim.LBFGS).fit(1), ValueError, 'LBFGS needs the loss several times a step'))
+    lbfgs=(lambda: learner(opt_func=torch.optim.LBFGS).fit(1), ValueError, 'LBFGS needs the loss several times a step'),
+    huge=(lambda: in_context(global_bs=10**20), ValueError, 'global_bs=10{20}: give the number of samples in a step'),
+    endless=(lambda: in_context(timeout_s=float('inf')), ValueError, 'timeout_s=inf: give seconds'),
+    decay=(lambda: EMA('.9'), ValueError, "decay='.9': give a number from 0 up, and below 1"),
+    evaluate=(lambda: EMA(evaluate='no'), ValueError, "evaluate='no': give True or False"),
+    folder=(lambda: Checkpoint(5), ValueError, 'path=5: give a folder, or an address'),
+    background=(lambda: Checkpoint('run', background='no'), ValueError, "background='no': give True or False"),
+    averages=(lambda: learner().fit(1, cbs=[EMA(.9),EMA(.99)]), ValueError, '2 EMAs in one fit, of which learn.ema is the last'),
+    remote=(lambda: RankObject(1).recorder, AttributeError, r'recorder: the object is on the ranks.*r.run\(lambda o: o.recorder, …\)'),
+    plan=(lambda: plan(lambda: 0, 0), ValueError, 'n=0: give a number of ranks from 1 up'))
 
 options = dict(sync_bn='no', split_batches='no', sample_seeds='no', find_unused_parameters='no', bucket_cap_mb=-1, seed=True,
-               check_every=0, timeout_s=-1, checks='yes', comm_hook='x')
+               check_every=0, timeout_s=-1, checks='yes', comm_hook='x', mixed_precision='bf16', param_to_hook_all_reduce='x',
+               delay_all_reduce_named_params=True)
 cases |= {k: (lambda k=k, v=v: in_context(**{k: v}), ValueError, f'{k}={v!r}: give ') for k,v in options.items()}
 
 @pytest.mark.parametrize('name', cases)
@@ -107,9 +119,11 @@ def alone_in_a_call():
         if is_rank0(): learn.get_preds()
 
 def test_a_call_on_rank_0_alone():
-    messages = run_ranks(alone_in_a_call, 2, errors='return')[0].message
+    found = run_ranks(alone_in_a_call, 2, errors='return')[0]
     remedy = 'has this rank made it alone? Make it outside of `if rank==0`'
-    assert f'in a call that all ranks have to make (fit, validate, get_preds): {remedy}' in messages
+    assert f'in a call that all ranks have to make (fit, validate, get_preds): {remedy}' in found.message
+    assert re.match(r'rank 1 has left the context \(\S+ in alone_in_a_call: with learn.distrib_ctx\(\):\), and this rank', found.message)
+    assert found.where.endswith('in alone_in_a_call: if is_rank0(): learn.get_preds()') # not the line of `with`
 
 script = """
 from learnerdist.launch import run

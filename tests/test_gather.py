@@ -5,8 +5,9 @@ import pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from harness import asking, error_of
+from helpers import Raise
 from test_predictions import bare_loss, of
-from learnerdist.all import Callback, CancelBatchException, DataLoaders, Learner, TfmdDL, group_rank, process_group
+from learnerdist.all import CancelBatchException, DataLoaders, Learner, TfmdDL, group_rank, process_group
 from learnerdist.testing import run_ranks
 
 pytest.importorskip('fastai')
@@ -23,13 +24,8 @@ def leaves(o):
     if isinstance(o, dict): return {k: leaves(v) for k,v in o.items()}
     return (str(o.dtype),o.tolist()) if isinstance(o, torch.Tensor) else [leaves(v) for v in o] if isinstance(o, (list,tuple)) else o
 
-class Skips(Callback):
-    "A batch that rank 0 leaves out"
-    def before_batch(self):
-        if self.iter==1 and group_rank()==0: raise CancelBatchException
-
 def skips(W, rank, path):
-    learn = make('wide', 13, cbs=[Skips()])
+    learn = make('wide', 13, cbs=[Raise('before_batch', CancelBatchException, 0, 1)])
     with learn.distrib_ctx(): return leaves(learn.get_preds()[1])
 
 def test_a_cancelled_batch_has_no_rows(found):

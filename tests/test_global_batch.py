@@ -1,5 +1,5 @@
 "`distrib_ctx(global_bs=…, max_bs=…)`: the same steps at any number of ranks, in parts of any size"
-from functools import cache, partial
+from functools import partial
 from itertools import count
 import pytest, torch, torch.distributed as dist
 from torch import nn
@@ -10,7 +10,7 @@ from learnerdist.distributed import profiling
 from learnerdist.data.dealing import count_parts
 from learnerdist.testing import run_ranks
 from test_scenes import same
-from harness import all_warnings, close, error_of, on_2_and_3
+from harness import all_warnings, asking, close, error_of, on_2_and_3
 from helpers import Of
 from scenes import OnOneRank, adversarial, contrast, losses, make, net, normed, rank_runs, recorded, run, scene, scenes
 
@@ -146,26 +146,24 @@ def first_of_last(W):
     V = count_parts(24, 5, W)
     return V-V//W
 
-def answers():
-    with process_group():
-        most = [99,3,2][-1-group_rank()] # of 3 ranks, and of 2
-        res = dict(cut=fit(max_bs=5), real=fit(partial(Limited, most, 'forward', True), max_bs='auto'), fastai=fastais(max_bs=5),
-                   fastai_auto=fastais(most, max_bs='auto'), ddp=reductions(), bad=bad_contexts(),
-                   sharded=fit(n=48, max_bs=5, shard=fsdp_on_cpu))
-        res |= {f'auto {o}': fit(partial(Limited, most, o), max_bs='auto') for o in ('forward','backward')}
-        cancelled = {'first batch': (CancelBatchException, 0), 'second batch': (CancelBatchException, 1),
-                     'second fit': (CancelFitException, 1)}
-        first = first_of_last(group_size())
-        res |= {k: fit(cbs=[OnOneRank('after_pred', exc, 1, first+i)], max_bs=5) for k,(exc,i) in cancelled.items()}
+def answers(W, rank, path):
+    most = [99,3,2][-1-group_rank()] # of 3 ranks, and of 2
+    res = dict(cut=fit(max_bs=5), real=fit(partial(Limited, most, 'forward', True), max_bs='auto'), fastai=fastais(max_bs=5),
+               fastai_auto=fastais(most, max_bs='auto'), ddp=reductions(), bad=bad_contexts(),
+               sharded=fit(n=48, max_bs=5, shard=fsdp_on_cpu))
+    res |= {f'auto {o}': fit(partial(Limited, most, o), max_bs='auto') for o in ('forward','backward')}
+    cancelled = {'first batch': (CancelBatchException, 0), 'second batch': (CancelBatchException, 1),
+                 'second fit': (CancelFitException, 1)}
+    first = first_of_last(group_size())
+    res |= {k: fit(cbs=[OnOneRank('after_pred', exc, 1, first+i)], max_bs=5) for k,(exc,i) in cancelled.items()}
     return res
 
-@pytest.fixture(scope='module')
-def found(): return cache(lambda W: run_ranks(answers, W, timeout_s=300))
+found = asking(answers)
 
 @on_2_and_3
 def test_learners_memory_and_reductions(found, W):
     whole,shorter = fit(),fit(n=48)
-    for r in found(W):
+    for r in found(answers, W):
         for k in ('cut','auto forward','auto backward','real'): close(r[k], whole)
         for k in ('fastai','fastai_auto'): close(r[k], fastais(), 1e-6)
         losses,n = r['ddp']
@@ -177,17 +175,17 @@ def test_learners_memory_and_reductions(found, W):
 def test_a_part_that_is_cancelled_does_not_count(found, W):
     "The step is that of the samples of the other parts; all leave after it"
     first,V = first_of_last(W),count_parts(24, 5, W)
-    for r in found(W):
+    for r in found(answers, W):
         close(r['first batch'], fit(cbs=[Without(first, V)]))
         close(r['second batch'], fit(cbs=[Without(first+1, V)]))
         close(r['second fit'], fit(cbs=[Without(first+1, V),Leaves()]))
 
 def test_errors(found):
-    for bad in (r['bad'] for r in found(2)):
+    for bad in (r['bad'] for r in found(answers, 2)):
         want = dict(few="global_bs=1", text="global_bs='256'", zero='max_bs=0', both='leave out one', static='static_graph',
                     gathers='global batch at once', whole='global batch at once', ctx="or 'auto'")
         for k,text in want.items(): assert bad[k].startswith('ValueError') and text in bad[k], (k, bad[k])
-    assert '[batchnorm-parts]' in found(2)[0]['bad']['messages']
+    assert '[batchnorm-parts]' in found(answers, 2)[0]['bad']['messages']
     own = DataLoader(range(6), batch_sampler=[[0,1,2],[3],[4,5]])
     with pytest.raises(ValueError, match='max_bs: this DataLoader makes batches in its own way.* GradientAccumulation'):
         DistributedDL.from_dl(own, 0, 2, pad='batch', max_bs=2)

@@ -130,11 +130,6 @@ class Own(Whole):
         if self.shuffle: random.shuffle(items)
         return items
 
-class ShuffledThenSplit(Whole):
-    def order(self):
-        info,items = get_worker_info(),np.random.permutation(self.end).tolist()
-        return items if info is None else items[info.id::info.num_workers]
-
 def init_range(worker_id):
     "The idiom of torch's documentation"
     info = get_worker_info()
@@ -144,17 +139,10 @@ def init_range(worker_id):
     ds.start = start+worker_id*per_worker
     ds.end = min(ds.start+per_worker, end)
 
-def init_seed(worker_id):
-    info = get_worker_info()
-    random.seed(worker_id+10*info.num_workers)
-    info.dataset.rng = np.random.default_rng(worker_id)
-    info.dataset.my_seed = worker_id
-
 STREAMS = {
     'whole': (lambda n: Whole(n), None), 'whole, shuffled': (lambda n: Whole(n, True), None), 'own': (lambda n: Own(n), None),
-    'own, shuffled': (lambda n: Own(n, True), None), 'shuffled, then split': (lambda n: ShuffledThenSplit(n), None),
+    'own, shuffled': (lambda n: Own(n, True), None),
     'init range': (lambda n: Whole(n), init_range),
-    'init seed': (lambda n: Whole(n, True), init_seed),
     'chain': (lambda n: ChainDataset([Whole(n//2), Stream(range(n//2, n))]), None),
 }
 
@@ -163,14 +151,14 @@ def test_streams_in_this_process():
     assert read(ranks(DataLoader(Whole(5), None), 2, 1))==[[0,2,4], [1,3,0]]
     assert read(ranks(DataLoader(STREAMS['chain'][0](5), 2), 2, 1, pad=False))==[[[0,2],[4]], [[1,3]]]
 
-@pytest.mark.parametrize('kind,n,W,pad', [(k, 11, 2, False) for k in ('shuffled, then split','init range','init seed')] + [
-    ('whole, shuffled', 11, 3, True), ('own, shuffled', 11, 3, True), ('init range', 5, 2, True), ('own', 1, 2, True),
-    ('whole', 2, 3, True)])
+@pytest.mark.parametrize('kind,n,W,pad', [
+    ('init range', 11, 2, False), ('whole, shuffled', 11, 3, True), ('own, shuffled', 11, 3, True), ('init range', 5, 2, True),
+    ('own', 1, 2, True), ('whole', 2, 3, True)])
 def test_streams_with_workers(kind, n, W, pad):
     "Each worker reads what it reads in one process: all of a stream that does not split itself"
     make,init = STREAMS[kind]
     dls = ranks(DataLoader(make(n), 2, num_workers=2, worker_init_fn=init), W, 1, pad=pad)
-    got,times = read(dls),1 if kind.startswith(('own','shuffled','init range')) else 2
+    got,times = read(dls),1 if kind.startswith(('own','init')) else 2
     if pad: assert len({len(o) for o in got})==1 and len({len(o) for o in rows(got)})==1 and set(flat(got))==set(range(n))
     else: assert sorted(flat(got))==sorted(times*[*range(n)])
     assert dls[0].n is None

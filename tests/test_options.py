@@ -4,9 +4,7 @@ import pytest
 from torch.nn.parallel import DistributedDataParallel
 from scenes import bn, make, picture
 import learnerdist
-from learnerdist.all import Callback, Checkpoint, EMA, Learner, group_size, process_group
-from learnerdist.launch.processes import RankObject
-from learnerdist.plan import plan
+from learnerdist.all import Callback, Learner, group_size, process_group
 from learnerdist.testing import run_ranks
 
 class Peek(Callback):
@@ -45,22 +43,6 @@ def test_unknown_option(bad):
     with pytest.raises(ValueError, match=rf'got {bad}\b.*find_unused_parameters'), learn.distrib_ctx(**{bad: 1}): pass
     with pytest.raises(ValueError, match=bad): learn.to_distributed(**{bad: 1})
     assert learn.cbs==cbs
-
-@pytest.mark.parametrize('f,arg,message', [
-    (EMA, '.9', "decay='.9': give a number from 0 up, and below 1"), (EMA, None, 'decay=None: give a number'),
-    (lambda v: EMA(evaluate=v), 'no', "evaluate='no': give True or False"), (Checkpoint, 5, 'path=5: give a folder, or an address'),
-    (lambda v: Checkpoint('run', background=v), 'no', "background='no': give True or False"),
-    (lambda v: make(picture()).fit(1, cbs=v), [EMA(.9),EMA(.99)], '2 EMAs in one fit, of which learn.ema is the last: give it one'),
-    (lambda v: getattr(RankObject(1), v), 'recorder', 'recorder: the object is on the ranks.*r.run(lambda o: o.recorder, …)'),
-    (lambda v: plan(lambda: 0, v), 0, 'n=0: give a number of ranks from 1 up'), *[
-    (lambda v: make(picture()).to_distributed(**v), {k: v}, f'{k}={v!r}: {what}') for k,v,what in (
-        ('global_bs', 10**20, 'give the number of samples in a step'),
-        ('mixed_precision', 'bf16', 'give an object, as .*learn.to_bf16()'),
-        ('param_to_hook_all_reduce', 'x', 'give an object'), ('delay_all_reduce_named_params', True, 'give an object'),
-        ('broadcast_buffers', 'no', 'give True or False'), ('timeout_s', float('inf'), 'give seconds'))]])
-def test_a_wrong_value_is_named_with_its_remedy(f, arg, message):
-    "In one process, too, where some have no effect: they would end a run on several, or do something else than they say"
-    with pytest.raises((ValueError,AttributeError), match=message.replace('(', r'\(').replace(')', r'\)')): f(arg)
 
 def rank_plain_bn():
     "Without synchronised statistics, buffers are rank 0's where the model is evaluated"

@@ -6,7 +6,8 @@ import pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from helpers import At
-from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner, TfmdDL
+from test_checkpoint import ToDouble
+from learnerdist.all import Checkpoint, DataLoaders, Learner, TfmdDL
 from learnerdist.distributed.comparison import digest
 from learnerdist.testing import run_ranks
 
@@ -90,9 +91,6 @@ def fit(path, kind, every=1000, stop=None, ctx=False, n_epoch=2):
     vars(dl).pop('_iterator', None) # or persistent workers end when the garbage collector finds them, after 10 s
     drawn = None if ctx else (torch.rand(1).item(),random.random(),np.random.rand())
     return (digest(model.state_dict()),learn.recorder.losses,drawn),int(dl.dataset.reads.sum())
-
-class ToDouble(Callback):
-    def before_batch(self): self.learn.xb = tuple(o.double() for o in self.learn.xb)
 
 def resumed(path, kind, ctx=False):
     "After all but one of the batches of the first epoch of two: does the run end alike, and how many samples of that epoch were read?"

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 import scenes
-from harness import all_warnings, caught, close, in_group, needs_fsdp2
+from harness import all_warnings, caught, close, error_of, in_group, needs_fsdp2
 from helpers import At, Raise
 from scenes import F64, draws, ints, right, scene
 from learnerdist.all import *
@@ -129,7 +129,7 @@ def rank_answers():
     "All that is asked of two ranks, but for the runs of `same`"
     return dict(left_by=left_by('raise'), late=[in_group(cancelled_late, o) for o in (False,True)],
                 lower=[in_group(lower, o) for o in (False,True)], refusals=refusals(), muon=in_group(muon),
-                refused_within=refused_within(), offloaded=in_group(offloaded))
+                refused_within=refused_within())
 
 @pytest.mark.parametrize('W', [pytest.param('some', marks=pytest.mark.slow), *(pytest.param(o, marks=pytest.mark.long) for o in (2,3))])
 def test_same_run(W):
@@ -282,11 +282,13 @@ refused = dict(text=(net, dict(shard='nodes'), 'give True, or a dict of options,
     lazy=(lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'call it on a batch before the context'),
     max_norm=(lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), '0 has max_norm, which shortens on each rank'),
     by_freq=(lambda: nn.Sequential(nn.Embedding(6, 3, scale_grad_by_freq=True)), {}, '0 has scale_grad_by_freq, which counts rows'),
-    meta=(lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'weight is on the meta device, and has no values'),
     strided=(strided, dict(shard=True), 'does not support non-contiguous parameters'),
     number=(number, dict(shard=True), 'Change scale to a 1D tensor'),
     by_hand=(cut_by_hand, dict(shard=True), 'has DTensors already: what is sharded by hand trains in a loop by hand'),
     no_cpu=(net, dict(shard=True), 'does not run on the CPU: get a newer torch'))
+
+def enters(learn, **kw):
+    with learn.distrib_ctx(**kw): pass
 
 def refusals():
     res = {}
@@ -294,13 +296,10 @@ def refusals():
         with process_group():
             m = model()
             learn = Learner(DataLoaders(DataLoader(rows(8), 2), DataLoader(rows(8), 2)), m, F.cross_entropy)
-            if any(p.is_meta or is_sharded(p) for p in m.parameters()): learn.prepare_model = lambda: None
+            if any(is_sharded(p) for p in m.parameters()): learn.prepare_model = lambda: None
             before = [(type(o),{*vars(o)}) for o in m.modules()]
             if k=='no_cpu': sharded_module.fsdp_on_cpu = False
-            try:
-                with learn.distrib_ctx(**kw): pass
-            except Exception as e: res[k] = f'{type(e).__name__}: {e}'
-            else: res[k] = ''
+            res[k] = error_of(enters, learn, **kw)
             sharded_module.fsdp_on_cpu = fsdp_on_cpu
             assert before==[(type(o),{*vars(o)}) for o in m.modules()] and not learn.cbs[-1].name.startswith('after_others')
     return res
@@ -354,22 +353,3 @@ def refused_within():
 def test_refused_within_the_context():
     for messages in answers('refused_within'):
         assert {k: messages.get(k) for k,(*_,why) in within.items() if why not in messages.get(k, '')}=={}
-
-def offloaded():
-    "As on a GPU, but for the check of the device: what FSDP2 was given, and the runs"
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-    given,real = [],sharded_module.offload_of
-    def spy(m, **kw):
-        given.append(kw['offload_policy'])
-        return fully_shard(m, **kw)
-    sharded_module.offload_of,torch.distributed.fsdp.fully_shard = (lambda device: CPUOffloadPolicy(pin_memory=False)),spy
-    try: res = run(even(dict(offload=True)))
-    finally: sharded_module.offload_of,torch.distributed.fsdp.fully_shard = real,fully_shard
-    return res,len(given),all(isinstance(o, CPUOffloadPolicy) for o in given)
-
-def test_offloading_reaches_fsdp():
-    "Every block has the policy, and the run is the same; on a CPU this moves nothing, so that `offload=True` is refused there"
-    want = run(even())
-    for got,n,given in answers('offloaded'):
-        close(got, want)
-        assert given and n==4

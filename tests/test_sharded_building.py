@@ -12,9 +12,9 @@ from learnerdist.core.shards import full_tensor, map_tensors
 from learnerdist.distributed import sharded
 from learnerdist.learner import saving
 from learnerdist.testing import run_ranks
-from harness import close, in_group, needs_fsdp2, on_2_and_3
+from harness import close, error_of, in_group, needs_fsdp2, on_2_and_3
 from scenes import default_dtype
-from test_sharded import F64, case, run
+from test_sharded import F64, case, enters, run
 
 pytestmark = pytest.mark.slow
 
@@ -138,9 +138,6 @@ refused = dict(fit=lambda o: o.fit(1), validate=lambda o: o.validate(), get_pred
                predict=lambda o: o.predict(torch.zeros(6, dtype=F64)), load=lambda o: o.load('a'),
                safetensors=lambda o: o.save('x.safetensors'), ddp=lambda o: enters(o))
 
-def enters(learn):
-    with learn.distrib_ctx(): pass
-
 def twice(path, model=whole_net, **kw):
     "Two contexts, the second after a load of what the first saved; what calls after each say"
     learn,messages = learner(model, path).add_cb(EMA(.7)),{}
@@ -190,10 +187,7 @@ def refusals(folder):
         for model,shard in tries:
             learn = learner(model)
             before = [(type(o),{*vars(o)}) for o in learn.model.modules()]
-            try:
-                with learn.distrib_ctx(shard=shard): pass
-            except Exception as e: res.append(f'{type(e).__name__}: {e}')
-            else: res.append('')
+            res.append(error_of(enters, learn, shard=shard))
             assert before==[(type(o),{*vars(o)}) for o in learn.model.modules()]
             distrib_barrier()
         return res

@@ -2,13 +2,13 @@
 import os, random, shutil, signal
 from functools import partial
 import pytest, torch
-from learnerdist.all import Callback, DataLoaders, Learner, Lookahead, group_rank, process_group, rank_distrib
+from learnerdist.all import Callback, DataLoaders, Learner, Lookahead, group_rank, rank_distrib
 from learnerdist.checkpoint import snapshot
 from learnerdist.core import shards
 from learnerdist.core.env import count
 from learnerdist.testing import RanksError, run_ranks
 import test_sharded as sharded
-from harness import close, in_group, needs_fsdp2
+from harness import close, error_of, in_group, needs_fsdp2
 from test_sharded import Net, case, context, make
 
 pytestmark = [needs_fsdp2,pytest.mark.slow]
@@ -105,9 +105,7 @@ def failing(folder):
     messages = []
     for rank in (0,1):
         for _ in range(rank_distrib()): count('snapshot') # as on a rank that has begun another one when it hears of a failure
-        try:
-            with process_group(): train(folder/str(rank), True, cbs=[Full(rank, 3)], background=rank==1)
-        except Exception as e: messages.append(f'{type(e).__name__}: {e}')
+        messages.append(error_of(in_group, train, folder/str(rank), True, cbs=[Full(rank, 3)], background=rank==1))
     return messages
 
 def test_a_rank_that_cannot_write_ends_the_run(tmp_path):

@@ -74,15 +74,6 @@ def other_split():
     at = torch.randperm(40, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'big')))
     return learner(train=TfmdDL([data(40)[i] for i in at[:32]], 4))
 
-class Mean(nn.Module):
-    "Keeps a mean of its own"
-    def __init__(self):
-        super().__init__()
-        self.register_buffer('mean', torch.zeros(8))
-    def forward(self, x):
-        if self.training: self.mean.lerp_(x.detach().mean(0), .1)
-        return x-self.mean
-
 class Keeps(nn.Module):
     "Subtracts a mean of batches before, of this rank"
     def forward(self, x):
@@ -97,10 +88,6 @@ class Carries(nn.Module):
         return y
 def carrying():
     with (learn := learner(mlp(Carries()))).distrib_ctx(checks=False): learn.fit(1)
-def own_buffer(): return learner(mlp(Mean()))
-class Centred(nn.Module):
-    def forward(self, x): return x-x.mean(0)
-def centred(): return learner(mlp(Centred()))
 def texts(b): return nn.utils.rnn.pad_sequence([x[:2+i%4] for i,(x,_) in b], batch_first=True),torch.stack([y for _,(_,y) in b])
 class MeanOfTexts(nn.Module):
     "Its padding counts"
@@ -131,18 +118,6 @@ class Critic(Callback):
         self.loss_func(self.pred.detach(), self.y).backward()
         self.opt_critic.step()
 def with_critic(): return learner(mlp(nn.Dropout(.4)), Perceptual(), cbs=Critic)
-
-class OwnStep(Callback):
-    "Centers of classes with an optimizer of their own"
-    def __init__(self, centers): self.centers,self.opt_centers = centers,torch.optim.SGD(centers.parameters(), lr=.5)
-    def before_step(self):
-        self.opt_centers.step()
-        self.opt_centers.zero_grad()
-def center_loss():
-    centers = nn.Embedding(3, 3).double()
-    def loss(p, y): return nn.functional.cross_entropy(p, y)+((p-centers(y))**2).sum(1).mean()
-    loss.n_items = lambda p, y: len(y)
-    return learner(loss=loss, cbs=OwnStep(centers))
 
 def divides(): return learner(train=TfmdDL(data(), 8//max(num_distrib(), 1), shuffle=True))
 
@@ -200,10 +175,7 @@ def test_what_cannot_be_run_in_parts():
     (plain_bn, 'buffers', '1.running', "1.running_mean: a module computes it from each rank's samples (BatchNorm: sync_bn=False?)"),
     (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'other samples'),
     (carrying, 'metrics', '', 'model.1.h: kept from one batch'), (padded, 'gradients', '', 'padding: the batches have other shapes'),
-    (rescaled, 'gradients', '', '0.weight: other weights before the first step: code that depends on the rank, or a file of'),
-    # other codes of the checks of a fit, as that of `no_mean`
-    pytest.param(centred, 'gradients', '', '[mixes-samples]', marks=pytest.mark.long),
-    pytest.param(center_loss, 'gradients', '', '[ranks-differ] own_step.centers.weight', marks=pytest.mark.long)],
+    (rescaled, 'gradients', '', '0.weight: other weights before the first step: code that depends on the rank, or a file of')],
     ids=lambda o: getattr(o, '__name__', ''))
 def test_difference(f, kind, name, cause):
     res = verify(f, steps=10)
@@ -232,8 +204,8 @@ def test_launch_proves_before_it_trains(tmp_path):
         res = launch('--nproc', 2, '--verify', 2, *opts, file, name)
         return res.returncode,'The same' in res.stdout,'DIFFERENT' in res.stdout,'trained' in res.stdout
     assert outcome('plain')==(0,True,False,True)
-    assert outcome('own_buffer')==(1,False,True,False)
-    assert outcome('own_buffer', '--verify-only-warn')==(0,False,True,True)
+    assert outcome('no_mean')==(1,False,True,False)
+    assert outcome('no_mean', '--verify-only-warn')==(0,False,True,True)
 
 def test_a_tensor_that_stays_float32():
     res = verify(rounded, steps=4)
