@@ -1012,8 +1012,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'learnerdist.data.loaders.call_model': ( 'data/loaders.html#call_model',
                                                                                    'learnerdist/data/loaders.py'),
                                           'learnerdist.data.loaders.changed': ('data/loaders.html#changed', 'learnerdist/data/loaders.py'),
-                                          'learnerdist.data.loaders.check_options': ( 'data/loaders.html#check_options',
-                                                                                      'learnerdist/data/loaders.py'),
                                           'learnerdist.data.loaders.data_len': ( 'data/loaders.html#data_len',
                                                                                  'learnerdist/data/loaders.py'),
                                           'learnerdist.data.loaders.find_bs': ('data/loaders.html#find_bs', 'learnerdist/data/loaders.py'),

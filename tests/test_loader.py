@@ -2,6 +2,7 @@
 from collections import Counter
 from pathlib import Path
 import math, random, re
+from functools import partial
 import numpy as np, pandas as pd, pytest, torch
 from torch.utils.data import (BatchSampler, ChainDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
                               SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info)
@@ -283,11 +284,15 @@ def test_what_is_drawn_while_a_batch_is_evaluated_does_not_depend_on_the_ranks(m
 @pytest.mark.parametrize('args,kw,match', [
     ((2, 2), {}, 'rank=2 with world_size=2'), ((-1, 2), {}, 'rank=-1'), ((0, 0), {}, 'world_size=0'),
     ((False, True), {}, 'rank=False with world_size=True'), ((0, 1), dict(bs=0), 'batch_size=0'),
-    ((0, 1), dict(seed=1.5), r'seed=1\.5'), ((0, 1), dict(seed=None), 'seed=None'),
-    ((0, 1), dict(btach=1), "'btach' is not a setting.*num_workers")])
+    ((0, 1), dict(seed=1.5), r'seed=1\.5'), ((0, 1), dict(seed=None), 'seed=None')])
 def test_bad_input(args, kw, match):
     with pytest.raises(ValueError, match=match): DistributedDL.from_dl(DataLoader(range(3)), *args, **kw)
     with pytest.raises(ValueError, match=match): DistributedDL(range(3), *args, **kw)
+
+@pytest.mark.parametrize('make', [TfmdDL, partial(DistributedDL, rank=0, world_size=1)])
+def test_no_setting_is_ignored(make):
+    with pytest.raises(TypeError, match="'btach'"): make(range(3), btach=1)
+    with pytest.raises(TypeError, match="'btach'"): DistributedDL.from_dl(DataLoader(range(3)), 0, 1, btach=1)
 
 @pytest.mark.parametrize('make', [
     lambda: DataLoader(range(5), 2, shuffle=True, drop_last=True),

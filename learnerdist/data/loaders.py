@@ -104,11 +104,6 @@ _BATCHES = 'sampler', 'batch_size', 'drop_last'
 _REPLACES = dict(shuffle=['sampler'], sampler=['batch_sampler'], batch_sampler=_BATCHES)
 _WORKER_OPTIONS = ('prefetch_factor', 'persistent_workers', 'timeout', 'multiprocessing_context')
 
-def check_options(kw, more=()):
-    "Raise ValueError if a name in `kw` is neither a setting of `DataLoader` nor in `more`"
-    known = [*more, *_OPTIONS]
-    for k in kw: need(k in known, f"{k!r} is not a setting of a loader; known: {', '.join(known)}")
-
 def is_shuffled(sampler)->bool:
     "Is this the sampler that `shuffle=True` makes, which yields each sample once?"
     plain = type(sampler) is RandomSampler and not sampler.replacement
@@ -116,11 +111,8 @@ def is_shuffled(sampler)->bool:
 
 # %% ../../nbs/data/01_loaders.ipynb #c018
 def _rows_tensor(b):
-    "Rows of a data frame as one tensor `(bs, columns)`; ValueError if they are not numbers"
-    try: return torch.as_tensor(b.to_numpy().copy())
-    except (TypeError, AttributeError) as e:
-        what = f'rows of {type(b).__name__} do not make a tensor of numbers ({e})'
-        raise ValueError(f'{what}: give a collate_fn that takes them') from e
+    "Rows of a data frame as one tensor `(bs, columns)`; TypeError if they are not numbers: then give a `collate_fn`"
+    return torch.as_tensor(b.to_numpy().copy())
 
 _COLLATES = (default_collate, default_convert, _rows_tensor)
 
@@ -138,10 +130,9 @@ def loader_settings(dl:DataLoader)->dict:
 
 # %% ../../nbs/data/01_loaders.ipynb #c020
 def changed(dl:DataLoader, dataset=None, **kw)->DataLoader:
-    """A copy of `dl` with another data set or other settings. ValueError for an unknown setting, or a sampler made for
-    another data set. dataset: another data set; None: that of `dl`; kw: settings of `DataLoader`; `bs` is
-    `batch_size`; returns: a copy, of the class of `dl` and with its other attributes"""
-    check_options(kw, ['bs'])
+    """A copy of `dl` with another data set or other settings. TypeError for an unknown setting, ValueError for a
+    sampler made for another data set. dataset: another data set; None: that of `dl`; kw: settings of `DataLoader`;
+    `bs` is `batch_size`; returns: a copy, of the class of `dl` and with its other attributes"""
     if 'bs' in kw: kw['batch_size'] = kw.pop('bs')
     gone = {*(_WORKER_OPTIONS if kw.get('num_workers')==0 else ())}
     for k in kw: gone.update(_REPLACES.get(k, ()))
@@ -272,7 +263,6 @@ class TfmdDL(DataLoader):
         num_workers=0,         # Processes that read ahead; 0: this process reads
         **kw                   # Any other setting of `DataLoader`
     ):
-        check_options(kw, ['bs', 'after_item', 'after_batch'])
         self.after_item,self.after_batch = as_list(after_item),as_list(after_batch)
         if kw.get('batch_sampler') is None: kw = {'batch_size': bs, **kw}
         kw |= dict(drop_last=drop_last, num_workers=num_workers)
