@@ -62,6 +62,7 @@ if not child:
 def put_off(*_):
     if os.waitpid(child, os.WNOHANG) == (0, 0): sys.exit(75) # it was not ended at the same time
 if how == 'put off': signal.signal(signal.SIGTERM, put_off)
+if how == 'usr1': signal.signal(signal.SIGUSR1, put_off)
 if how == 'say': print('rank', rank, 'on a terminal' if sys.stdout.isatty() else 'on no terminal')
 try: # a signal may come as soon as the FIFO is closed
     with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {child}\\n')
@@ -322,13 +323,14 @@ def ignore_hup(): signal.signal(signal.SIGHUP, signal.SIG_IGN)
 def test_no_process_is_left_after_a_signal(tmp_path):
     # SIGINT finds ranks that wait in C; ranks that save have torchrun's 30 seconds to shut down; children of those that raise hear no
     # signal; those of a comparison with one process end with it; the first signal of the last one is ignored as under nohup, and its
-    # ranks put their work off
+    # ranks put their work off; so do those of a signal that the options name
     cases = {'in C': (signal.SIGINT,130), 'saves': (signal.SIGINT,130), 'raise': (None,1), 'killed': (signal.SIGKILL,-9),
-             'verify': (signal.SIGTERM,-15), 'ended': (signal.SIGTERM,143), 'put off': (signal.SIGHUP,75)}
+             'verify': (signal.SIGTERM,-15), 'ended': (signal.SIGTERM,143), 'put off': (signal.SIGHUP,75), 'usr1': (signal.SIGUSR1,75)}
     runs = {}
     for how in cases:
         options = ['--max-restarts',2,*shutdown_in(2)]*(how not in ('saves','raise'))
         if how == 'verify': options += ['--verify',2]
+        if how == 'usr1': options += ['--signals-to-handle','SIGTERM,SIGUSR1']
         runs[how] = start_waiting(tmp_path/how, *options, how=how, begin=ignore_hup if how=='put off' else int)
     pids = {how: pids_of(o) for how,o in runs.items()}
     for how,(sig,_) in cases.items():

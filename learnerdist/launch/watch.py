@@ -357,7 +357,9 @@ class Job:
         self.args,self.target = args,target
         self.server,self.folder = server,folder
         self.run_id = f'{time.time():.0f}-{os.getpid()}'
-        ends = signal.SIGTERM,signal.SIGINT,signal.SIGHUP,signal.SIGQUIT
+        # no option before torch 2.9
+        names = getattr(args, 'signals_to_handle', 'SIGTERM,SIGINT,SIGHUP,SIGQUIT')
+        ends = [signal.Signals[o] for o in names.split(',')]
         # not those that are ignored, as SIGHUP is under nohup
         self.signals = [o for o in ends if signal.getsignal(o) != signal.SIG_IGN]
         self.watch = Watch([]) # Of this attempt
