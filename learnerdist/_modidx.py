@@ -2750,8 +2750,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'learnerdist/launch/processes.py'),
                                               'learnerdist.launch.processes._call': ( 'launch/processes.html#_call',
                                                                                       'learnerdist/launch/processes.py'),
-                                              'learnerdist.launch.processes._end_calls': ( 'launch/processes.html#_end_calls',
-                                                                                           'learnerdist/launch/processes.py'),
                                               'learnerdist.launch.processes._local': ( 'launch/processes.html#_local',
                                                                                        'learnerdist/launch/processes.py'),
                                               'learnerdist.launch.processes.call_on_ranks': ( 'launch/processes.html#call_on_ranks',
