@@ -5,7 +5,7 @@ import pytest
 from helpers import Waiting,environment,launch,root,write
 from learnerdist.core.files import launch_folder
 from learnerdist.launch import forkserver
-from learnerdist.launch.forkserver import first_lines,known
+from learnerdist.launch.forkserver import ForkServer,command,first_lines,known
 
 pytestmark = pytest.mark.skipif(not hasattr(os, 'memfd_create'), reason='ranks are forks on Linux only')
 
@@ -130,6 +130,20 @@ else: raise AssertionError('a child')'''
     res = subprocess.run([sys.executable,'-c',code], capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=str(root)))
     if res.returncode==77: pytest.skip(f'{name} is not installed')
     assert res.returncode==0, res.stderr
+
+@pytest.mark.slow
+def test_a_fork_that_is_not_adopted_is_an_error(monkeypatch):
+    "It was waited for without end"
+    monkeypatch.setattr(forkserver, '_is_child', lambda pid: False)
+    monkeypatch.setattr(forkserver, 'adopt_s', .1)
+    server = ForkServer()
+    server.prepare(['--modules','torch'], os.environ)
+    try:
+        with pytest.raises(TimeoutError, match='is no child of this one after 0.1 s'):
+            server.start([*command,'--version'], dict(os.environ), [0,1,2])
+    finally:
+        server.close()
+        os.waitpid(-1, 0)
 
 # --- ends ---------------------------------------------------------------------------------------------------------------------
 

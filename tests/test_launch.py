@@ -62,6 +62,7 @@ if not child:
 def put_off(*_):
     if os.waitpid(child, os.WNOHANG) == (0, 0): sys.exit(75) # it was not ended at the same time
 if how == 'put off': signal.signal(signal.SIGTERM, put_off)
+if how == 'usr1': signal.signal(signal.SIGUSR1, put_off)
 if how == 'say': print('rank', rank, 'on a terminal' if sys.stdout.isatty() else 'on no terminal')
 try: # a signal may come as soon as the FIFO is closed
     with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {child}\\n')
@@ -322,13 +323,14 @@ def ignore_hup(): signal.signal(signal.SIGHUP, signal.SIG_IGN)
 def test_no_process_is_left_after_a_signal(tmp_path):
     # SIGINT finds ranks that wait in C; ranks that save have torchrun's 30 seconds to shut down; children of those that raise hear no
     # signal; those of a comparison with one process end with it; the first signal of the last one is ignored as under nohup, and its
-    # ranks put their work off
+    # ranks put their work off; so do those of a signal that the options name
     cases = {'in C': (signal.SIGINT,130), 'saves': (signal.SIGINT,130), 'raise': (None,1), 'killed': (signal.SIGKILL,-9),
-             'verify': (signal.SIGTERM,-15), 'ended': (signal.SIGTERM,143), 'put off': (signal.SIGHUP,75)}
+             'verify': (signal.SIGTERM,-15), 'ended': (signal.SIGTERM,143), 'put off': (signal.SIGHUP,75), 'usr1': (signal.SIGUSR1,75)}
     runs = {}
     for how in cases:
         options = ['--max-restarts',2,*shutdown_in(2)]*(how not in ('saves','raise'))
         if how == 'verify': options += ['--verify',2]
+        if how == 'usr1': options += ['--signals-to-handle','SIGTERM,SIGUSR1']
         runs[how] = start_waiting(tmp_path/how, *options, how=how, begin=ignore_hup if how=='put off' else int)
     pids = {how: pids_of(o) for how,o in runs.items()}
     for how,(sig,_) in cases.items():
@@ -395,9 +397,6 @@ def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
     (['--log-dir', f'{__file__}/logs', __file__], 'Not a directory'),
     (['--on-failure', 'shrink', '--max-restarts', '1', __file__], '--max-restarts 1, which starts as many ranks again'),
     (['--on-failure', 'shrink', '--nnodes', '2', '--rdzv-endpoint', 'a:1', __file__], 'it is for the ranks of one machine'),
-    (['--debug-rank', '1', '--nnodes', '2', '--rdzv-endpoint', 'a:1', __file__], 'it is for the ranks of one machine'),
-    (['--debug-rank', '2', '--nproc', '2', __file__], '--debug-rank 2: give a rank from 0 to 1'),
-    (['--debug-rank', '1', '--nproc', '2', __file__], '--debug-rank 1: standard input is no terminal'),
     (['no_such.py'], "no script 'no_such.py' here"), (['--no-such-option', __file__], 'no-such-option'), ([], 'required')])
 def test_bad_command_line(args, words, capsys, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,5,6')
@@ -488,19 +487,19 @@ def test_help_begins_with_our_options(capsys):
 
 debugged = '''import torch
 from learnerdist.all import all_sum,process_group,rank_distrib
-with process_group(timeout_s=.5):
+with process_group():
     value = torch.tensor(rank_distrib()+41)
-    breakpoint()
+    if rank_distrib()==0: breakpoint()
     print('sum', all_sum(value).item())
 '''
 
 @pytest.mark.long
-def test_a_rank_has_the_terminal_and_the_others_wait(tmp_path):
-    "breakpoint() on a pseudoterminal: rank 0 passes it, and waits for longer than its timeout"
+def test_rank_0_has_the_terminal_and_the_others_wait(tmp_path):
+    "breakpoint() on a pseudoterminal"
     ours,theirs = pty.openpty()
     file = write(tmp_path, debugged)
     at = dict(stdin=theirs, stdout=theirs, stderr=theirs)
-    proc = subprocess.Popen([*launcher,'--nproc','2','--debug-rank','1',file], env=environment(), **at)
+    proc = subprocess.Popen([*launcher,'--nproc','2',file], env=environment(), **at)
     os.close(theirs)
     def until(text):
         shown = ''
@@ -510,9 +509,9 @@ def test_a_rank_has_the_terminal_and_the_others_wait(tmp_path):
     assert 'all_sum(value)' in until('(Pdb) ') # the next line
     assert until('waits for the other ranks').count('(Pdb)')==0
     os.write(ours, b'p value\n')
-    assert 'tensor(42)' in until('(Pdb) ')
+    assert 'tensor(41)' in until('(Pdb) ')
     os.write(ours, b'c\n')
-    assert '[r0] sum 83' in until('[r0] sum 83') and proc.wait(60)==0
+    assert '[r1] sum 83' in until('[r1] sum 83') and proc.wait(60)==0
     os.close(ours)
 
 @pytest.mark.parametrize('rank', [0,1])

@@ -34,8 +34,9 @@ def slurm_env(env=os.environ)->dict:
     port = env.get('MASTER_PORT') or 15000 + (31*job+step)%10000
     res = dict(RANK=rank, WORLD_SIZE=n, LOCAL_RANK=local, LOCAL_WORLD_SIZE=-(-n//n_nodes))
     res |= dict(GROUP_RANK=node, GROUP_WORLD_SIZE=n_nodes)
-    res |= dict(MASTER_ADDR=_first_addr(env, n_nodes), MASTER_PORT=port)
-    return as_texts(res)
+    addr = _address(env, n_nodes == 1, 'SLURM_STEP_NODELIST', 'SLURM_JOB_NODELIST', 'SLURM_NODELIST')
+    need(addr, f'SLURM_NNODES={n_nodes}, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set')
+    return as_texts(res | dict(MASTER_ADDR=addr, MASTER_PORT=port))
 
 def _in_step(env):
     if 'SLURM_PROCID' not in env: return False
@@ -55,12 +56,9 @@ def first_host(nodelist:str)->str:
     return re.sub(r'\[(\w+)[^]]*\]', r'\1', re.match(r'(?:[^,[]|\[[^]]*\])*', nodelist)[0])
 
 # %% ../../nbs/core/00_hosts.ipynb #c009
-def _first_addr(env, n_nodes):
-    if env.get('MASTER_ADDR'): return env['MASTER_ADDR']
-    if n_nodes == 1: return '127.0.0.1'
-    found = first_host(_first(env, 'SLURM_STEP_NODELIST', 'SLURM_JOB_NODELIST', 'SLURM_NODELIST'))
-    need(found, f'SLURM_NNODES={n_nodes}, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set')
-    return found
+def _address(env, is_local, *lists):
+    "Where rank 0 listens: as MASTER_ADDR says, else here, or on the first node of a list; '' if there is none"
+    return env.get('MASTER_ADDR') or ('127.0.0.1' if is_local else first_host(_first(env, *lists)))
 
 def _first(env, *names): return next(filter(None, map(env.get, names)), '')
 
@@ -102,8 +100,7 @@ def foreign_rank(env=os.environ)->dict:
     n = _number(env, size)
     is_local = env.get(found[3]) == env[size]
     if n < 2: return {}
-    first = '127.0.0.1' if is_local else first_host(_first(env, 'SLURM_JOB_NODELIST'))
-    addr = env.get('MASTER_ADDR') or first
+    addr = _address(env, is_local, 'SLURM_JOB_NODELIST')
     job = _first(env, 'PMIX_NAMESPACE', 'SLURM_JOB_ID') or str(_starter(rank))*is_local
     port = env.get('MASTER_PORT') or job and str(15000 + zlib.crc32(job.encode())%10000)
     absent = 'MASTER_PORT' if addr else 'MASTER_ADDR'

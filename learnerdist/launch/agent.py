@@ -76,13 +76,11 @@ class Machines:
         self.store,self.me = store,me
         self.report_lost = report_lost
         self.keys = [f'learnerdist/machine/{i}' for i in range(n)]
-        self.others = [i for i in range(n) if i != me]
         name = f'{socket.gethostname()} (ranks {", ".join(map(str, ranks))})'
         self.word = dict(name=name, beat=0)
         self.words = [{}]*n # The last one of each machine
         self.heard = [time.monotonic()]*n # When it was new
         self.gone = set() # Numbers of the machines that have been reported
-        self.lost = None  # Error of the connection to the store
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True, name='machines')
         self.thread.start()
@@ -94,12 +92,11 @@ class Machines:
             self.word['done'] = True
             self.beat()
         except RuntimeError as e:
-            self.lost = e
             # the launcher with the store may have ended well, as this one will in a moment
             if not self.over.wait(3): self.report_lost(e)
 
     def beat(self):
-        "Send a word, and read those of the others"
+        "Send a word, and read those of all machines, this one's too"
         self.word['beat'] += 1
         self.store.set(self.keys[self.me], json.dumps(self.word))
         begun = [i for i,key in enumerate(self.keys) if self.words[i] or self.store.check([key])]
@@ -107,30 +104,31 @@ class Machines:
         now = time.monotonic()
         for i,o in zip(begun, map(json.loads, found)):
             if o != self.words[i] or o.get('done'): self.words[i],self.heard[i] = o,now
-        for i in self.others:
-            silent_s = now-self.heard[i]
+        for i,heard in enumerate(self.heard):
+            silent_s = now-heard
             if silent_s > self.silent_s and i not in self.gone:
                 self.gone.add(i)
                 name = self.words[i].get('name', f'machine {i}')
                 log(f'{name} is gone, or the link to it: its launcher has been silent for {silent_s:.0f} s')
 
     def find_gone(self):
-        "Ranks here have failed, and do not know why: wait until a machine is reported, or all others have been heard"
+        """Ranks here have failed, and do not know why: wait until a machine is reported, or the store, or all have been
+        heard"""
         since = time.monotonic()
-        while not (self.lost or self.gone or all(self.heard[i] > since for i in self.others)): self.over.wait(.1)
-        if self.lost: return self.report_lost(self.lost)
+        while self.thread.is_alive() and not self.gone and min(self.heard) < since: time.sleep(.1)
         self.wait_for_others(30)
 
     def are_done(self)->bool:
-        "Whether all other launchers are done, or have been reported"
-        return all(i in self.gone or self.words[i].get('done') for i in self.others)
+        "Whether all launchers are done, or have been reported"
+        return all(i in self.gone or o.get('done') for i,o in enumerate(self.words))
 
-    def wait_for_others(self, limit_s=math.inf):
-        "This launcher is done: wait until the others are, since the store may end with it"
+    def wait_for_others(self, limit_s=math.inf, is_over=lambda: False):
+        """This launcher is done: wait until the others are, since the store may end with it. limit_s: for so long at
+        most; is_over: asked again and again, whether to wait no longer"""
         self.close()
         end = time.monotonic()+limit_s
         with suppress(RuntimeError): # it has ended with its launcher
-            while time.monotonic() < end and not self.are_done():
+            while time.monotonic() < end and not self.are_done() and not is_over():
                 time.sleep(.1)
                 self.beat()
 
@@ -213,17 +211,14 @@ def log_cut_off(e, where:str):
     log(f'{socket.gethostname()} cannot reach {where}, where the launchers meet: {why}')
 
 # %% ../../nbs/launch/04_agent.ipynb #c018
-def notify_others(agent:Agent, timeout_s=30):
+def notify_others(job:Job, machines:Machines):
     """Notify other machines of a failure before this process ends, unless they are done. Their ranks may not have begun
     to listen"""
-    job,machines = agent.job,agent.machines
-    end = time.monotonic()+timeout_s
+    def are_notified():
+        job.watch.look()
+        return all(o.is_notified for o in job.ranks)
     own = any(o.cause in (Cause.raised,Cause.died) for o in failures(job.ranks))
-    with suppress(RuntimeError): # the launchers' store has ended with its launcher
-        while own and not all(o.is_notified for o in job.ranks) and time.monotonic() < end and not machines.are_done():
-            job.watch.look()
-            time.sleep(.2)
-            machines.beat()
+    if own: machines.wait_for_others(30, are_notified)
 
 # %% ../../nbs/launch/04_agent.ipynb #ag23
 def choose_meeting(args):
@@ -287,7 +282,7 @@ def run_with_others(job:Job)->int:
     try:
         with after(5, lambda: agent.attempt or log(late)): agent.run()
         if not agent.attempt: return log(late) or 1 # torchrun took it for a spare machine
-        if failures(job.ranks): notify_others(agent)
+        notify_others(job, agent.machines)
         with suppress(Exception): spec.rdzv_handler.shutdown()
     except SignalException as e:
         with suppress(SignalException): # another one

@@ -235,6 +235,7 @@ class Output:
 
 # %% ../../nbs/launch/00_forkserver.ipynb #fk10b
 command = sys.executable,'-u','-m','learnerdist.launch'
+adopt_s = 30 # In which a fork of the server becomes a child of the launcher
 
 class ForkServer:
     "The launcher's end: starts the server, and ranks by it"
@@ -271,7 +272,10 @@ class ForkServer:
             socket.send_fds(self._sock, [marshal.dumps((args,env))], fds)
             pid = self._sock.recv(pid_bytes.size)
         pid = pid_bytes.unpack(pid)[0] if pid else None
-        while pid and not _is_child(pid): time.sleep(.001) # until it is an orphan
+        end = time.monotonic()+adopt_s
+        while pid and not _is_child(pid): # until it is an orphan
+            if time.monotonic() > end: raise TimeoutError(f'process {pid} is no child of this one after {adopt_s} s')
+            time.sleep(.001)
         _adopt_orphans(False)
         return pid
 

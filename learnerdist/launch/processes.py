@@ -16,7 +16,7 @@ from typing import Callable,NamedTuple
 import learnerdist
 from ..core.files import own_folder
 from ..core.hosts import foreign_rank
-from ..core.stacks import count_warnings,need
+from ..core.stacks import need
 from .forkserver import ForkServer,Output,begin_rank,command,seed_alike,share_of_cores
 from .watch import Rank,RanksError,Watch,ended_well,env_of,exited_early,failures,leave_report
 
@@ -32,6 +32,11 @@ def count_nproc(nproc)->int:
     remedy = f'{sys.platform} has no process groups: use Linux, macOS, WSL 2'
     need(nproc < 2 or hasattr(os, 'killpg'), f'{nproc} processes: {remedy}')
     return nproc
+
+# %% ../../nbs/launch/02_processes.ipynb #c013i
+def is_rank()->bool:
+    "Whether this process is a rank already: of our launcher, torchrun, mpirun or srun"
+    return bool(os.environ.get('RANK') or foreign_rank())
 
 # %% ../../nbs/launch/02_processes.ipynb #c014
 def pickled(o)->bytes:
@@ -83,8 +88,6 @@ def _call(names, payload):
     _objects[number] = res
 
 # %% ../../nbs/launch/02_processes.ipynb #pl05b
-_importing = []
-
 def serve_calls(parent:str, folder:str, fd:str):
     """The process of a rank that calls functions. parent, folder: id of the process that calls; for reports; fd: of the
     connection by which calls come"""
@@ -100,16 +103,13 @@ def serve_calls(parent:str, folder:str, fd:str):
     torch.distributed.set_debug_level_from_env()
     gc.freeze() # imported objects stay, so collections can skip them (a failing rank runs one, to close its sockets)
     try:
-        _importing.append(1)
         spawn.prepare(prepared) # a script is imported under another name than `__main__`
-        _importing.clear()
         while (call := calls.recv()) is not None:
             calls.send(_answer(*call, folder))
             if once: break # a failure frees the others, whose connections close
     except BaseException as e:
         leave_report(e, folder=folder)
         status = 1
-    count_warnings()
     with suppress(OSError): sys.stdout.flush(), sys.stderr.flush()
     end_children()
     os._exit(status)
@@ -157,6 +157,7 @@ class _Call:
 
     def close(self):
         "End the process, with its children"
+        with suppress(OSError): self.sentinel.send(None)
         if self.code is not None: connection.wait([self.sentinel], 5)
         self.sentinel.close()
         self.proc.close()
@@ -174,8 +175,8 @@ class Ranks:
         """nproc: as of `count_nproc`; n_threads: of torch on each rank; 0: its share of the cores; labels: whether
         lines of ranks other than 0 begin with their number; env: more environment variables for the ranks; None: the
         seed of a launch; once: whether they end after one call"""
-        why = 'the ranks import this script, which calls run(...)'
-        if _importing: raise RuntimeError(f"{why}: put the call under if __name__ == '__main__':")
+        why = 'this process is a rank already. Ranks import the script'
+        if is_rank(): raise RuntimeError(f"{why}: put the call under if __name__ == '__main__':")
         self.nproc = count_nproc(nproc)
         self.labels,self.once = labels,once
         self.n_threads = n_threads or share_of_cores(self.nproc)
@@ -208,7 +209,6 @@ class Ranks:
         self.outputs = []
         self._end = weakref.finalize(self, stack.close) # also when Python ends
         self.folder = stack.enter_context(own_folder())/'ranks'
-        stack.callback(_end_calls, self.calls)
         ours = str(Path(learnerdist.__file__).parent.parent)
         path = os.pathsep.join([ours, *filter(None, [os.environ.get('PYTHONPATH')])])
         if not server.runs():
@@ -223,6 +223,7 @@ class Ranks:
                 call = self._start_rank(r, null.fileno(), env, stack)
                 call.send(prepared, self.n_threads, self.once)
                 self.calls.append(call)
+                stack.callback(call.close)
 
     def _start_rank(self, r, null, env, stack):
         "Start one process. null: descriptor of its input; env: its environment; stack: closes what it opens"
@@ -264,22 +265,11 @@ class Ranks:
         if failed and errors == 'raise': raise RanksError(failed)
         return [failed[o.rank] if o.rank in failed else pickle.loads(o.proc.result) for o in ranks]
 
-def _end_calls(calls):
-    "End these ranks with their children"
-    for o in calls:
-        with suppress(OSError): o.sentinel.send(None)
-    for o in calls: o.close()
-
 # %% ../../nbs/launch/02_processes.ipynb #c013b
-def is_rank()->bool:
-    "Whether this process is a rank already: of our launcher, torchrun, mpirun or srun"
-    return bool(os.environ.get('RANK') or foreign_rank())
-
 def ranks(
     nproc:int|str='auto' # Number of processes; `'auto'`: one for each visible GPU, one without GPUs
 )->Ranks:
     "Processes that stay between calls: `with ranks(2) as r: r.run(train)`, or `r = ranks(2)` and later `r.close()`"
-    if is_rank(): raise RuntimeError('this process is a rank already: call ranks() where no rank runs')
     return Ranks(nproc)
 
 # %% ../../nbs/launch/02_processes.ipynb #c023
