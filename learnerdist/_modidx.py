@@ -623,6 +623,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'learnerdist.core.stacks._walk': ('core/stacks.html#_walk', 'learnerdist/core/stacks.py'),
                                          'learnerdist.core.stacks.ask_stack': ('core/stacks.html#ask_stack', 'learnerdist/core/stacks.py'),
                                          'learnerdist.core.stacks.coded': ('core/stacks.html#coded', 'learnerdist/core/stacks.py'),
+                                         'learnerdist.core.stacks.count_warnings': ( 'core/stacks.html#count_warnings',
+                                                                                     'learnerdist/core/stacks.py'),
                                          'learnerdist.core.stacks.describe_error': ( 'core/stacks.html#describe_error',
                                                                                      'learnerdist/core/stacks.py'),
                                          'learnerdist.core.stacks.describe_stack': ( 'core/stacks.html#describe_stack',

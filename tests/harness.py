@@ -71,7 +71,7 @@ def _values(name, owner):
 # Counts that name keys of the store, the first use of the accelerator, and what has been said, are of a process; modules register names
 # when they are imported
 of_process = {f'learnerdist.{o}' for o in (
-    'core.env._counts','core.env._first_use','core.compat.names','learner.learner.fit_flags',
+    'core.env._counts','core.env._first_use','core.stacks._warned','core.compat.names','learner.learner.fit_flags',
     'learner.saving.in_folders','distributed.engine.context_callbacks')}
 
 @functools.lru_cache(1)

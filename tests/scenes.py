@@ -2,7 +2,7 @@
 
 `scenes` is the table: name → settings, which override those of `base`. `run` does one of them, on one process or as
 one of W ranks, and returns plain data; test_scenes.py compares. A new scene is a line of the table."""
-import copy, itertools, re, warnings
+import copy, itertools
 from dataclasses import dataclass
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from harness import caught
 from helpers import Of, Stream
 from learnerdist.all import *
+from learnerdist.core import stacks
 from learnerdist.core.shards import full_tensor, map_tensors
 from learnerdist.learner.techniques import GradientClip, Lookahead, MixedPrecision
 
@@ -481,11 +482,9 @@ def alone(name): return run(scenes[name]) if scenes[name]['alone'] else {}
 def rank_runs(names, of=of_table, run=run):
     "What `run` gives on this rank of the scene `of` each name, or that it has failed; or warned of anything but what the scene says"
     def silently(c):
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter('always') # a rank other than 0 ignores them
-            res = run(c, group_size(), group_rank())
-        codes = {o[1] for o in (re.match(r'\[([a-z-]+)\] ', str(o.message)) for o in warned) if o}
-        assert codes<={*c['warns']}, f'warned: {codes}'
+        before,res = {*stacks._warned},run(c, group_size(), group_rank())
+        for k in c['warns']: stacks._warned.pop(k, None)
+        assert {*stacks._warned}<=before, f'warned: {[*stacks._warned]}'
         return res
     with process_group(): return {k: caught(silently, of(k)) for k in names}
 

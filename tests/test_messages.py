@@ -1,5 +1,5 @@
-"The page of messages: the code of an entry leads to its message before, and to none after; the command that prints it"
-import os,random,re,time,warnings
+"The page of messages: the code of an entry leads to its message before, and to none after; the command that prints it; the last count"
+import os,random,re,subprocess,sys,time,warnings
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +91,21 @@ def test_explain(capsys):
     assert main(['explain'])==0 and {*entries()}=={o.split()[0] for o in capsys.readouterr().out.splitlines()}
     remedies = {('explain','loss-mean'): 'mean loss-not-mean', ('explain','x y'): 'lists the codes', ('doktor',): 'you mean doctor'}
     for args,words in remedies.items(): assert main(args)==2 and words in capsys.readouterr().err
+
+counting = """
+import sys,warnings
+from learnerdist.core.stacks import warn
+if 'quiet' in sys.argv: warnings.filterwarnings('ignore')
+for o in ('loss-not-mean','repeated-samples','loss-not-mean'): warn(o, 'Text')
+"""
+
+@pytest.mark.parametrize('args,env,counts', [([],{},True), ([],dict(RANK='1'),False), (['quiet'],{},False)])
+def test_the_end_counts_warnings(args, env, counts, tmp_path):
+    (tmp_path/'a.py').write_text(counting)
+    env = os.environ|dict(PYTHONPATH=str(root))|env
+    p = subprocess.run([sys.executable,'a.py',*args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    lines = p.stderr.splitlines()
+    assert lines[-1:]==['2 warnings: loss-not-mean, repeated-samples']*counts if counts else 'warnings:' not in p.stderr, p.stderr
 
 def test_doctor(capsys, monkeypatch):
     "A check that fails is a line of the block, and the exit status"

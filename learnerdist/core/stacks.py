@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/core/00_stacks.ipynb #c002
-import faulthandler,inspect,linecache,os,re,signal,sys,sysconfig,traceback,warnings
+import atexit,faulthandler,inspect,linecache,os,re,signal,sys,sysconfig,traceback,warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -85,8 +85,23 @@ def coded(code:str, message:str)->str:
 # %% ../../nbs/core/00_stacks.ipynb #c005e
 def warn(code:str, message:str):
     "A warning at the line of the user's code that has led here, in place of ours. code: its entry in docs/messages.md"
+    if not _warned: atexit.register(count_warnings)
+    _warned[code] = None
     found = (i for i,o in enumerate(frames_of_caller(), 1) if not in_library(o.file))
     warnings.warn(coded(code, message), stacklevel=next(found, 2))
+
+_warned = {} # Codes of warnings, in their order
+
+def count_warnings():
+    "Print at the end of a run, on rank 0, of what it warned. Not if the user has turned off all warnings"
+    is_off = any(('ignore',None,o,None,0) in warnings.filters for o in (Warning,UserWarning))
+    if not _warned or is_off or os.environ.get('RANK', '0')!='0': return
+    n = len(_warned)
+    text = f"{n} warning{'s'*(n>1)}: {', '.join(_warned)}"
+    _warned.clear()
+    is_plain = os.environ.get('NO_COLOR') or os.environ.get('TERM')=='dumb'
+    if sys.stderr.isatty() and not is_plain: text = f'\033[33m{text}\033[0m'
+    print(text, file=sys.stderr)
 
 # %% ../../nbs/core/00_stacks.ipynb #c009
 def report_folder():

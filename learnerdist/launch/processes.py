@@ -16,7 +16,7 @@ from typing import Callable,NamedTuple
 import learnerdist
 from ..core.files import own_folder
 from ..core.hosts import foreign_rank
-from ..core.stacks import need
+from ..core.stacks import count_warnings,need
 from .forkserver import ForkServer,Output,begin_rank,command,seed_alike,share_of_cores
 from .watch import Rank,RanksError,Watch,ended_well,env_of,exited_early,failures,leave_report
 
@@ -110,6 +110,7 @@ def serve_calls(parent:str, folder:str, fd:str):
     except BaseException as e:
         leave_report(e, folder=folder)
         status = 1
+    count_warnings()
     with suppress(OSError): sys.stdout.flush(), sys.stderr.flush()
     end_children()
     os._exit(status)
