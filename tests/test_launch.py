@@ -397,6 +397,9 @@ def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
     (['--log-dir', f'{__file__}/logs', __file__], 'Not a directory'),
     (['--on-failure', 'shrink', '--max-restarts', '1', __file__], '--max-restarts 1, which starts as many ranks again'),
     (['--on-failure', 'shrink', '--nnodes', '2', '--rdzv-endpoint', 'a:1', __file__], 'it is for the ranks of one machine'),
+    (['--debug-rank', '1', '--nnodes', '2', '--rdzv-endpoint', 'a:1', __file__], 'it is for the ranks of one machine'),
+    (['--debug-rank', '2', '--nproc', '2', __file__], '--debug-rank 2: give a rank from 0 to 1'),
+    (['--debug-rank', '1', '--nproc', '2', __file__], '--debug-rank 1: standard input is no terminal'),
     (['no_such.py'], "no script 'no_such.py' here"), (['--no-such-option', __file__], 'no-such-option'), ([], 'required')])
 def test_bad_command_line(args, words, capsys, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,5,6')
@@ -487,19 +490,19 @@ def test_help_begins_with_our_options(capsys):
 
 debugged = '''import torch
 from learnerdist.all import all_sum,process_group,rank_distrib
-with process_group():
+with process_group(timeout_s=.5):
     value = torch.tensor(rank_distrib()+41)
-    if rank_distrib()==0: breakpoint()
+    breakpoint()
     print('sum', all_sum(value).item())
 '''
 
 @pytest.mark.long
-def test_rank_0_has_the_terminal_and_the_others_wait(tmp_path):
-    "breakpoint() on a pseudoterminal"
+def test_a_rank_has_the_terminal_and_the_others_wait(tmp_path):
+    "breakpoint() on a pseudoterminal: rank 0 passes it, and waits for longer than its timeout"
     ours,theirs = pty.openpty()
     file = write(tmp_path, debugged)
     at = dict(stdin=theirs, stdout=theirs, stderr=theirs)
-    proc = subprocess.Popen([*launcher,'--nproc','2',file], env=environment(), **at)
+    proc = subprocess.Popen([*launcher,'--nproc','2','--debug-rank','1',file], env=environment(), **at)
     os.close(theirs)
     def until(text):
         shown = ''
@@ -509,9 +512,9 @@ def test_rank_0_has_the_terminal_and_the_others_wait(tmp_path):
     assert 'all_sum(value)' in until('(Pdb) ') # the next line
     assert until('waits for the other ranks').count('(Pdb)')==0
     os.write(ours, b'p value\n')
-    assert 'tensor(41)' in until('(Pdb) ')
+    assert 'tensor(42)' in until('(Pdb) ')
     os.write(ours, b'c\n')
-    assert '[r1] sum 83' in until('[r1] sum 83') and proc.wait(60)==0
+    assert '[r0] sum 83' in until('[r0] sum 83') and proc.wait(60)==0
     os.close(ours)
 
 @pytest.mark.parametrize('rank', [0,1])

@@ -247,6 +247,10 @@ def _check_on(store, keys):
         if some_left and shared.check([f'left/{r}']) and not store.check([keys[r]]): found.append(f'left/{r}')
     if found: raise unpack_error(shared.get(found[0]).decode())
 
+def patience(timeout_s:float)->float:
+    "A timeout in seconds: 20 days instead while somebody debugs a rank, as by `launch --debug-rank`"
+    return 1728000 if os.environ.get('LEARNERDIST_DEBUG_RANK') else timeout_s
+
 def wait_keys(store, keys:dict, timeout_s, what='', unless=None)->list:
     """Wait until each of these ranks has set its key; `RankError` if one of them has left, or the section has failed.
     keys: from each rank to the key that it will set; timeout_s: seconds to wait; what: what the ranks are to do,
@@ -257,7 +261,7 @@ def wait_keys(store, keys:dict, timeout_s, what='', unless=None)->list:
     ended = False
     while not store.check([*keys.values()]):
         waited = time.monotonic()-start
-        if ended or waited>timeout_s: return None
+        if ended or waited>patience(timeout_s): return None
         # the keys may have been set just before it: look again
         ended = unless is not None and store.check([unless])
         if waited>.1: _check_on(store, keys)
@@ -387,7 +391,7 @@ def _meet(store):
 # %% ../../nbs/core/01_env.ipynb #open01b
 def _open(device, backend, timeout_s, store):
     n = num_distrib()
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=patience(timeout_s))
     gpus = everyones(gpu_id(device), 'gpu', store, timeout_s, 'to open the process group')
     if None in gpus:
         absent = gpus.index(None)
@@ -534,7 +538,7 @@ _users = [] # A list with the timeout in seconds, for each open context
 
 def group_timeout()->float:
     "Timeout in seconds of the collectives of this package: that of the newest context"
-    return _users[-1][0] if _users else 1800
+    return patience(_users[-1][0] if _users else 1800)
 
 def _set_timeout():
     for g in _ours if in_group() else []: set_timeout(timedelta(seconds=group_timeout()), g)

@@ -46,6 +46,7 @@ def get_parser()->argparse.ArgumentParser:
       --verify STEPS  First compare so many steps with one process, as learnerdist.verify does; then train
       --verify-only-warn  Train also if they differ
       --plan RANKS    Train nothing: print what each of so many ranks would hold and exchange, from one process
+      --debug-rank R  Rank R has the terminal, for breakpoint() and pdb. The others wait for it without a timeout
       --version       Versions of learnerdist and torch
       --help-all      This text, and torchrun's options, which work here, too"""
     import torch
@@ -57,7 +58,7 @@ def get_parser()->argparse.ArgumentParser:
     res.allow_abbrev = False # otherwise a script's argument such as --n would be read as --nnodes
     res.set_defaults(**{o: os.environ.get(f'PET_{o.upper()}') for o in _ours}) # None: not given
     for o in ('--nproc','--gpus'): res.add_argument(o, help=no_help)
-    for o in ('--verify','--plan'): res.add_argument(o, type=int, help=no_help)
+    for o in ('--verify','--plan','--debug-rank'): res.add_argument(o, type=int, help=no_help)
     flags = '--verbose','--no-fork-server','--verify-only-warn'
     for o in flags: res.add_argument(o, action='store_true', help=no_help)
     res.add_argument('--wait', type=float, default=0, help=no_help)
@@ -168,6 +169,14 @@ def _check_shrink(args):
     need(not args.max_restarts, f'{both}: give one of the two')
     need(memory(), '--on-failure shrink: no folder in memory (/dev/shm or $XDG_RUNTIME_DIR)')
 
+def _check_debug(args):
+    "ValueError if these completed options cannot have `--debug-rank`"
+    option = f'--debug-rank {args.debug_rank}'
+    need(args.is_here, f'{option}: it is for the ranks of one machine')
+    need(0 <= args.debug_rank < args.nproc, f'{option}: give a rank from 0 to {args.nproc-1}')
+    need(os.isatty(0), f'{option}: standard input is no terminal, in which you could type')
+    os.environ['LEARNERDIST_DEBUG_RANK'] = str(args.debug_rank) # see `patience`
+
 # %% ../../nbs/launch/05_cli.ipynb #c023b
 def _complete(args):
     "Fill in what these parsed options leave open. ValueError for what contradicts; OSError without a log folder"
@@ -186,6 +195,7 @@ def _complete(args):
     where = '--rdzv-endpoint HOST:PORT, the same on each machine'
     need(meets, f'--nnodes {args.nnodes} without {where}')
     if args.on_failure == 'shrink': _check_shrink(args)
+    if args.debug_rank is not None: _check_debug(args)
     if args.is_here: os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
     if args.nproc > 1 and 'OMP_NUM_THREADS' not in os.environ:
         n = os.environ['OMP_NUM_THREADS'] = str(share_of_cores(args.nproc))

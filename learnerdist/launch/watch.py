@@ -365,6 +365,7 @@ class Job:
         self.watch = Watch([]) # Of this attempt
         self.ranks,self.outputs = [],[]
         self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.12
+        self.shown = str(args.debug_rank or 0) # The rank that has the terminal
         few = args.local_ranks_filter and {*map(int, args.local_ranks_filter.split(','))}
         kept,also_shown = Std.from_str(args.redirects),Std.from_str(args.tee)
         self.logs = DefaultLogsSpecs(str(args.log_dir or folder), kept, also_shown, few)
@@ -385,16 +386,19 @@ class Job:
         target = [*command,'--worker',str(os.getpid()),*self.target]
         if args.no_python: target = self.target
         logs = self.logs.reify(dict(enumerate(envs)))
-        for i,env in enumerate(envs):
-            folder = self.folder/f'attempt_{attempt}'/str(i)
-            folder.mkdir(parents=True)
-            env['TORCHELASTIC_ERROR_FILE'] = f'{folder}/error.json'
-            outs = [0,1,2]
-            if logs.stdouts[i] or env['RANK'] != '0':
-                outs[1] = self._output(i, env, 'stdout', logs.stdouts[i], logs.tee_stdouts)
-            if logs.stderrs[i] or env['RANK'] != '0':
-                outs[2] = self._output(i, env, 'stderr', logs.stderrs[i], logs.tee_stderrs)
-            self.ranks.append(Rank(self.server.start(target, env, outs), env, folder))
+        with open(os.devnull) as null:
+            for i,env in enumerate(envs):
+                folder = self.folder/f'attempt_{attempt}'/str(i)
+                folder.mkdir(parents=True)
+                env['TORCHELASTIC_ERROR_FILE'] = f'{folder}/error.json'
+                outs = [0,1,2]
+                if args.debug_rank is not None and env['RANK'] != self.shown:
+                    outs[0],env['PYTHONBREAKPOINT'] = null.fileno(),'0'
+                if logs.stdouts[i] or env['RANK'] != self.shown:
+                    outs[1] = self._output(i, env, 'stdout', logs.stdouts[i], logs.tee_stdouts)
+                if logs.stderrs[i] or env['RANK'] != self.shown:
+                    outs[2] = self._output(i, env, 'stderr', logs.stderrs[i], logs.tee_stderrs)
+                self.ranks.append(Rank(self.server.start(target, env, outs), env, folder))
         watch = Watch(self.ranks, self.outputs, args.wait, term_s=self.term_s)
         watch.signal = self.watch.signal # that has come meanwhile
         self.watch = watch
