@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import pytest
 from helpers import Fork,Waiting,environment,free_port,launcher,root,shutdown_in,start,write
+from torch.distributed.run import get_args_parser
 from learnerdist.core.hosts import foreign_rank
 from learnerdist.core.stacks import describe_error
 from learnerdist.launch.cli import _choose_nproc,get_parser,guess,run_target
@@ -318,6 +319,8 @@ def all_end(pids):
     for o in fds: os.close(o)
     return all(ended)
 
+has_signals = '--signals-to-handle' in get_args_parser().format_help() # an option of torch 2.9
+
 def ignore_hup(): signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 def test_no_process_is_left_after_a_signal(tmp_path):
@@ -325,7 +328,8 @@ def test_no_process_is_left_after_a_signal(tmp_path):
     # signal; those of a comparison with one process end with it; the first signal of the last one is ignored as under nohup, and its
     # ranks put their work off; so do those of a signal that the options name
     cases = {'in C': (signal.SIGINT,130), 'saves': (signal.SIGINT,130), 'raise': (None,1), 'killed': (signal.SIGKILL,-9),
-             'verify': (signal.SIGTERM,-15), 'ended': (signal.SIGTERM,143), 'put off': (signal.SIGHUP,75), 'usr1': (signal.SIGUSR1,75)}
+             'verify': (signal.SIGTERM,-15), 'ended': (signal.SIGTERM,143), 'put off': (signal.SIGHUP,75)}
+    if has_signals: cases['usr1'] = signal.SIGUSR1,75
     runs = {}
     for how in cases:
         options = ['--max-restarts',2,*shutdown_in(2)]*(how not in ('saves','raise'))
@@ -386,6 +390,7 @@ def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
     (['--nproc', '0', __file__], '--nproc 0: give a whole number from 1 up'), (['--nproc', 'two', __file__], '--nproc two: give a'),
     (['--plan', '0', __file__], '--plan 0: give a whole number from 1 up'),
     (['--logs-specs', 'mine', __file__], '--logs-specs mine'),
+    (['--signals-to-handle', 'SIGTERM,SIGKILL', __file__], 'signals-to-handle SIGTERM,SIGKILL'*has_signals),
     (['--gpus', '0,0', __file__], "'0,0' is no list of GPUs"), (['--gpus', '', __file__], "'' is no list of GPUs"),
     (['--nproc', '2', '--nproc-per-node', '3', __file__], '--nproc 2 and --nproc-per-node 3 differ'),
     (['--nproc-per-node', 'many', __file__], 'many'), (['--nproc-per-node', '0', __file__], '--nproc 0: give'),

@@ -20,7 +20,7 @@ from .forkserver import ForkServer,begin_rank,enter,import_first
 from .forkserver import seed_alike,serve,share_of_cores
 from . import processes
 from .processes import count_nproc,serve_calls
-from .watch import ended_well,launch,leave_report,log
+from .watch import ended_well,launch,leave_report,log,signals_of
 
 # %% ../../nbs/launch/05_cli.ipynb #op05
 _ours = 'nproc_per_node','nnodes','rdzv_backend','master_port'
@@ -158,6 +158,7 @@ def _check(args):
     need(0 <= port < 1<<16, f'--master-port {port}: give a port, 0 to 65535')
     for k,n in dict(verify=args.verify, plan=args.plan).items():
         need(n is None or n > 0, f'--{k} {n}: give a whole number from 1 up')
+    signals_of(args)
     need(not args.logs_specs, f'--logs-specs {args.logs_specs}: use --redirects alone')
     is_there = args.module or args.no_python or Path(args.training_script).exists()
     need(is_there, f'no script {args.training_script!r} here')

@@ -19,7 +19,7 @@ import learnerdist
 from ..core.files import launch_folder,whole_file
 from ..core.hosts import as_texts,loopback
 from ..core.stacks import Frame,absence,ask_stack,describe_error,describe_stack,frames_of
-from ..core.stacks import own_frames,preempted_status,read_stack,report_folder,stack_file
+from ..core.stacks import need,own_frames,preempted_status,read_stack,report_folder,stack_file
 from ..core.stacks import state_file,users_frame
 from .forkserver import ForkServer,Output,command
 
@@ -348,6 +348,15 @@ def env_of(rank:int, n:int, folder:Path, **more)->dict:
     ours['TORCHELASTIC_ERROR_FILE'] = f'{folder}/{rank}/error.json'
     return env | as_texts(ours | more)
 
+def signals_of(args)->list:
+    "The signals that these parsed options pass on to ranks. ValueError for a name of none, or of one that no process hears"
+    # no option before torch 2.9
+    names = getattr(args, 'signals_to_handle', 'SIGTERM,SIGINT,SIGHUP,SIGQUIT')
+    known = {o.name: o for o in signal.Signals if o not in (signal.SIGKILL,signal.SIGSTOP)}
+    res = [known.get(o.strip()) for o in names.split(',')]
+    need(None not in res, f'--signals-to-handle {names}: give names such as SIGTERM,SIGUSR1')
+    return res
+
 class Job:
     "The ranks of one command on this machine"
     def __init__(self, args, target:list, server:ForkServer, folder:Path):
@@ -357,11 +366,8 @@ class Job:
         self.args,self.target = args,target
         self.server,self.folder = server,folder
         self.run_id = f'{time.time():.0f}-{os.getpid()}'
-        # no option before torch 2.9
-        names = getattr(args, 'signals_to_handle', 'SIGTERM,SIGINT,SIGHUP,SIGQUIT')
-        ends = [signal.Signals[o] for o in names.split(',')]
         # not those that are ignored, as SIGHUP is under nohup
-        self.signals = [o for o in ends if signal.getsignal(o) != signal.SIG_IGN]
+        self.signals = [o for o in signals_of(args) if signal.getsignal(o) != signal.SIG_IGN]
         self.watch = Watch([]) # Of this attempt
         self.ranks,self.outputs = [],[]
         self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.12
