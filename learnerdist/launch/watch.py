@@ -349,7 +349,7 @@ def env_of(rank:int, n:int, folder:Path, **more)->dict:
     return env | as_texts(ours | more)
 
 def signals_of(args)->list:
-    "The signals that these parsed options pass on to ranks. ValueError for a name of none, or of one that no process hears"
+    "The signals that these parsed options pass on to ranks. ValueError for a name of none, or of SIGKILL"
     # no option before torch 2.9
     names = getattr(args, 'signals_to_handle', 'SIGTERM,SIGINT,SIGHUP,SIGQUIT')
     known = {o.name: o for o in signal.Signals if o not in (signal.SIGKILL,signal.SIGSTOP)}
