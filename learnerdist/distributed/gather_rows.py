@@ -40,25 +40,24 @@ def _fit(infos):
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017c
 def row_places(ks:list, lens:list)->tuple:
     """The places of rows in the order of the batches, a `range` for each of each rank's batches; the rows of each batch
-    over all ranks. `ks` and `lens` are the numbers of each rank's batches, and their rows. Rows of a batch that was
-    dealt like cards take turns"""
+    over all ranks. `ks` and `lens` are the numbers of each rank's batches, which grow, and their rows. Rows of a batch
+    that was dealt like cards take turns"""
     rows = {}
     for r,(k,n) in enumerate(zip(ks, lens)):
         for i,m in zip(k, n): rows.setdefault(i, {})[r] = m
-    found = [{} for _ in ks]
+    found = [[] for _ in ks]
     sizes = []
     start = 0
-    for i,ms in sorted(rows.items()):
+    for _,ms in sorted(rows.items()):
         W,n = len(ms),sum(ms.values())
         sizes.append(n)
         dealt = W>1 and are_dealt([*ms.values()])
         first = start
         start += n
         for j,(r,m) in enumerate(ms.items()):
-            if dealt: found[r][i] = range(first+j, start, W)
-            else: found[r][i] = range(first, first+m)
+            found[r].append(range(first+j, start, W) if dealt else range(first, first+m))
             if not dealt: first += m
-    return [[*map(own.get, k)] for own,k in zip(found, ks)],sizes
+    return found,sizes
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath1
 class Gathered:
