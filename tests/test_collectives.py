@@ -78,17 +78,17 @@ def test_a_fit(W, env):
         assert got['step']==(dict(vote=1, isend=1) if env else dict(vote=1))
         assert got['valid']=={'vote': 1}
         # Votes before and after the epoch, its training loop and its validation: 6. Before each of 3 steps and 2 batches, and after
-        # the last ones, whether a rank has another: 4 and 3. On one machine: that all have written the rows of the metrics, 1.
+        # the last ones, whether a rank has another: 4 and 3.
         # The losses of its steps, an all-gather. The counts and sums of its validation. A hash of the weights, as a vote
-        written = 0 if 'LOCAL_WORLD_SIZE' in env else 1
-        assert got['epoch']==dict(vote=6+4+3+written+1, isend=alike+2*2*alike+3*items)
+        assert got['epoch']==dict(vote=6+4+3+1, isend=alike+2*2*alike+3*items)
         # As votes: before the fit the options of callbacks, and what the ranks begin; after its first step whether the weights are equal.
         # One more before the fit. In its first batch what samples show
-        assert got['fit']==dict(vote=1+1+6+4+3+written+1+2, isend=alike+(2+1)*2*alike+3*items)
+        assert got['fit']==dict(vote=1+1+6+4+3+1+2, isend=alike+(2+1)*2*alike+3*items)
         # BatchNorm: the sums of each step, forward and backward; 3 buffers after the epoch
         assert got['norm']=={'all_reduce': 3*2, 'broadcast': 3}
-        # Predictions and targets: what they look like, then the rows. On one machine nobody sends rows: ranks say that theirs are written
-        assert got['rows']==(dict(vote=1, isend=2*2*alike) if written else dict(isend=4*2*alike))
+        # Predictions and targets: what they look like, then the rows. On one machine nobody sends rows: ranks say that theirs are
+        # written, of each
+        assert got['rows']==(dict(isend=4*2*alike) if env else dict(vote=2, isend=2*2*alike))
         # All metrics of unknown kinds together get the ranks' batches, a round of ranks at a time
         assert got['replay']==dict(isend=3*2*alike)
 
@@ -120,11 +120,10 @@ def test_everything_else(tmp_path):
     for got in run_ranks(rank_others, 2, tmp_path):
         assert got['loaders']=={}
         assert got['save']==got['load']=={}
-        # Votes before, after, before each of 2 batches and after the last, and that rows are written;
-        # whether each batch was seen once, and the sums
-        assert got['validate']=={'vote': 2+3+1, 'isend': 2*2}
-        # Nobody reads the loss, so there is no sum; what the rows look like
-        assert got['preds']==got['rank0']=={'vote': 2+3+1, 'isend': 3*2}
+        # Votes before, after, before each of 2 batches and after the last; whether each batch was seen once, and the sums
+        assert got['validate']=={'vote': 2+3, 'isend': 2*2}
+        # Nobody reads the loss, so there is no sum; what predictions and targets look like, and that their rows are written
+        assert got['preds']==got['rank0']=={'vote': 2+3+2, 'isend': 3*2}
         assert got['predict']=={'vote': 2+2} # each rank reads the same item
         # Where ranks answer, and whether they do. As votes a hash of options, path and seed; of model, weights and optimizer; of data
         assert got['context']=={'isend': 2, 'vote': 3}

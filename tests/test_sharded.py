@@ -13,7 +13,7 @@ from harness import all_warnings, caught, close, error_of, in_group, needs_fsdp2
 from helpers import At, Raise
 from scenes import F64, draws, ints, right, scene
 from learnerdist.all import *
-from learnerdist.core.compat import can_group, fsdp_on_cpu
+from learnerdist.core.compat import fsdp_on_cpu
 from learnerdist.core.shards import is_sharded, load_opt, map_tensors, shard_of, full_tensor
 from learnerdist.distributed import sharded as sharded_module
 from learnerdist.testing import run_ranks
@@ -116,10 +116,9 @@ class Twice(Callback):
 same = dict(twice=even(cbs=lambda: [Twice()], n_valid=2, ctx=dict(seed=3, shard=True, timeout_s=20)),
             few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(seed=3, shard=True, timeout_s=20)), groups=even(splitter=two_groups),
             frozen=even(model=partly_frozen), tied=even(model=tied), root=even(dict(blocks=lambda m: False)),
-            linears=even(dict(blocks=[nn.Linear])), tied_blocks=even(dict(blocks=Layer), model=tied_layers), light=even(model=light),
+            linears=even(dict(blocks=[nn.Linear])), light=even(model=light),
             kept=even(dict(reshard=False)), dropped=even(dict(blocks=Layer, reshard=True)),
             stopping=even(cbs=lambda: [EarlyStoppingCallback(min_delta=10., patience=1)], fits=[5]))
-if not can_group: del same['tied_blocks'] # an error, as in `refusals`
 
 @functools.cache
 def on_two_ranks(): return run_ranks(rank_answers, 2, timeout_s=400)
@@ -128,7 +127,7 @@ def answers(key): return [o[key] for o in on_two_ranks()]
 def rank_answers():
     "All that is asked of two ranks, but for the runs of `same`"
     return dict(left_by=left_by('raise'), late=[in_group(cancelled_late, o) for o in (False,True)],
-                lower=[in_group(lower, o) for o in (False,True)], refusals=refusals(), muon=in_group(muon),
+                lower=[in_group(lower, o) for o in (False,True)], refusals=refusals(),
                 refused_within=refused_within())
 
 @pytest.mark.parametrize('W', [pytest.param('some', marks=pytest.mark.slow), *(pytest.param(o, marks=pytest.mark.long) for o in (2,3))])
@@ -205,19 +204,6 @@ class Dtypes(Callback):
         self.h = self.model.layers[0].register_forward_hook(lambda m,x,y: self.seen.update([x[0].dtype,y.dtype,m.a.weight.dtype]))
     def after_pred(self): self.out = self.pred.dtype
     def after_fit(self): self.h.remove()
-
-def muon():
-    "What two fits of torch's Muon say"
-    torch.manual_seed(5)
-    dl = DataLoader(rows(24, torch.float32), 6)
-    learn = Learner(DataLoaders(dl, dl), nn.Linear(6, 6, bias=False), F.cross_entropy, getattr(torch.optim, 'Muon', torch.optim.SGD), lr=.1)
-    with all_warnings() as found, learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
-        for _ in range(2): learn.fit(1)
-    return [str(o.message).split()[0] for o in found]
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='a torch without Muon')
-def test_muon_is_said_once(): assert answers('muon')==[['[sharded-muon]'],[]]
 
 def lower(policy):
     "Weights after training in bfloat16 by the learner, and in a bare loop of FSDP2"

@@ -6,7 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/data/02_rows.ipynb #92168161
-import mmap,os
 import torch
 from collections.abc import Mapping
 from functools import partial
@@ -119,39 +118,3 @@ def as_ints(t:Tensor)->Tensor:
     # a single element may have any stride, which `view` refuses
     bits = t.as_strided((t.numel(),), (1,)).view(_ints[t.element_size()])
     return bits.reshape(len(t), t.shape[1:].numel()*t.element_size()//bits.element_size())
-
-# %% ../../nbs/data/02_rows.ipynb #str05
-class StoredRows:
-    """Rows of one tensor in an open file that is long enough. Each process writes its own; all read them when all
-    are written"""
-    def __init__(self, file, shape:tuple, dtype): # shape: (n,…)
-        self.file = file # open for reading and writing, without a buffer
-        self.shape,self.dtype = shape,dtype
-        self.row_bytes = row_bytes(shape, dtype)
-
-    def write(self, places:range, rows:Tensor):
-        "Write rows. OSError if the disk is full. places: where each of `m` belongs; rows: (m,…), on the CPU"
-        ints = as_ints(rows.as_subclass(Tensor))
-        size = self.row_bytes
-        if not ints.numel(): return
-        data = memoryview(ints.numpy()).cast('B')
-        k = len(places) if places.step==1 else 1 # neighbours are written at once
-        for i in range(0, len(places), k):
-            at = places[i]*size
-            left = data[i*size:(i+k)*size]
-            while len(left):
-                done = os.pwrite(self.file.fileno(), left, at)
-                at,left = at+done,left[done:]
-
-    def read(self)->Tensor: # (n,…)
-        """All rows, mapped from the file: read when they are used. Changes of the tensor are this process's own, and
-        change no file"""
-        size = self.shape[0]*self.row_bytes
-        with self.file:
-            if not size: return torch.empty(self.shape, dtype=self.dtype)
-            m = mmap.mmap(self.file.fileno(), size, access=mmap.ACCESS_COPY)
-        return torch.frombuffer(m, dtype=self.dtype).view(self.shape)
-
-def row_bytes(shape, dtype)->int:
-    "Bytes of a row of a tensor of this shape `(n,…)`"
-    return torch.Size(shape[1:]).numel()*torch.empty(0, dtype=dtype).element_size()

@@ -24,7 +24,7 @@ from ..data.dealing import dealer_of
 from ..data.loaders import call_model,to_cpu,to_detach,to_device
 from ..data.rows import as_samples
 from .comparison import drawn_alone,few,modules_beside
-from .gather_rows import gather_batches,storage,taking_turns
+from .gather_rows import gather_batches,taking_turns
 from .shares import is_share,step_rows
 from ..learner.learner import get_model
 from ..learner.losses import batch_rows,loss_over,probe_loss,tolerance,weighted
@@ -159,13 +159,10 @@ class Evaluation:
     def _gather(self, m, red):
         "Replace each list of `red` by what one process would have"
         dst = 0 if getattr(m, 'gather', 'all')=='rank0' else None
-        found = {}
-        with storage(self.engine.links) as make:
-            for obj,name,ks in self.lists:
-                if obj is not red.obj: continue
-                values = getattr(obj, name)
-                found[name] = gather_batches(values, ks, getattr(m, 'ns', None), dst, make)
-        for name,got in found.items(): setattr(red.obj, name, self.adapter.as_kept(m, name, got))
+        for obj,name,ks in self.lists:
+            if obj is not red.obj: continue
+            got = gather_batches(getattr(obj, name), ks, getattr(m, 'ns', None), dst, self.engine.links)
+            setattr(obj, name, self.adapter.as_kept(m, name, got))
 
     def _keep_batch(self):
         "Keep this batch for metrics that take batches"

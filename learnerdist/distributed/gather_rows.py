@@ -6,10 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c002
+import math,mmap,os
 import torch
 from collections import Counter
-from contextlib import ExitStack,contextmanager,nullcontext
-from functools import partial
 from itertools import chain
 from operator import eq,itemgetter
 from fastcore.basics import noop
@@ -18,7 +17,7 @@ from torch import Tensor
 from ..core.collectives import gather_objects,gather_rows
 from ..core.compat import tree_flatten,tree_map,tree_unflatten
 from ..core.env import group_rank,group_size
-from ..data.rows import Samples,StoredRows,aligned,as_ints,as_leaf,join_leaf,loosely,row_bytes,stored_kind
+from ..data.rows import Samples,aligned,as_ints,as_leaf,join_leaf,loosely,stored_kind
 from ..data.dealing import are_dealt,undeal
 from .vote_links import Phase,SocketLinks,nameless
 
@@ -41,63 +40,56 @@ def _fit(infos):
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017c
 def row_places(ks:list, lens:list)->tuple:
     """The places of rows in the order of the batches, a `range` for each of each rank's batches; the rows of each batch
-    over all ranks. `ks` and `lens` are the numbers of each rank's batches, and their rows. Rows of a batch that was
-    dealt like cards take turns"""
+    over all ranks. `ks` and `lens` are the numbers of each rank's batches, which grow, and their rows. Rows of a batch
+    that was dealt like cards take turns"""
     rows = {}
     for r,(k,n) in enumerate(zip(ks, lens)):
         for i,m in zip(k, n): rows.setdefault(i, {})[r] = m
-    found = [{} for _ in ks]
+    found = [[] for _ in ks]
     sizes = []
     start = 0
-    for i,ms in sorted(rows.items()):
+    for _,ms in sorted(rows.items()):
         W,n = len(ms),sum(ms.values())
         sizes.append(n)
         dealt = W>1 and are_dealt([*ms.values()])
         first = start
         start += n
         for j,(r,m) in enumerate(ms.items()):
-            if dealt: found[r][i] = range(first+j, start, W)
-            else: found[r][i] = range(first, first+m)
+            found[r].append(range(first+j, start, W) if dealt else range(first, first+m))
             if not dealt: first += m
-    return [[*map(own.get, k)] for own,k in zip(found, ks)],sizes
+    return found,sizes
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath1
 class Gathered:
-    "What all ranks have of each batch, in the order of the batches. Read it after the body of `storage`"
+    "What all ranks have of each batch, in the order of the batches"
     def __init__(self, infos:list, leaves:list, lens:list):
-        """From what ranks have (`_described`; of those that have batches), leaves (`StoredRows`, tensors or lists), and
-        the rows of each batch for each leaf; None for a list"""
+        """From what ranks have (`_described`; of those that have batches), leaves (tensors or lists), and the rows of
+        each batch for each leaf; None for a list"""
         self.leaves,self.lens = leaves,lens
-        first = infos[0]
-        self.spec = tree_flatten(first['template'])[1]
-        self.classes = [kind and kind[2] for kind in first['kinds']]
+        self.spec = tree_flatten(infos[0]['template'])[1]
         ns = Counter()
         for o in infos:
             for k,n in zip(o['ks'], o['ns']): ns[k] += n
         self.ns = dict(sorted(ns.items()))
-    def _read(self):
-        for i,o in enumerate(self.leaves):
-            if isinstance(o, StoredRows): self.leaves[i] = o.read().as_subclass(self.classes[i]) # once
-        return self.leaves
     def is_dense(self)->bool:
         "Whether every leaf is one tensor"
         return None not in self.lens
     def joined(self):
         "Everything, in the structure of one batch, as `join_batches` returns it"
         ns = [*self.ns.values()]
-        leaves = [o if n else join_leaf(o, ns) for o,n in zip(self._read(), self.lens)]
+        leaves = [o if n else join_leaf(o, ns) for o,n in zip(self.leaves, self.lens)]
         return tree_unflatten(leaves, self.spec)
     def batches(self)->list:
         "A structure for each batch; tensors are parts of those of `joined`"
         if not self.leaves: return [tree_unflatten([], self.spec) for _ in self.ns]
-        cols = [o.split(n) if n else o for o,n in zip(self._read(), self.lens)]
+        cols = [o.split(n) if n else o for o,n in zip(self.leaves, self.lens)]
         return [tree_unflatten(o, self.spec) for o in zip(*cols, strict=True)]
 
-def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None)->Gathered:
+def gather_batches(parts:list, ks:list, ns=None, dst:int=None, links=None)->Gathered:
     """All batches of all ranks, in order: what this rank has of each of its batches (`parts`, any structure; emptied,
     since memory is freed as it is sent), the number of each (`ks`) and its samples (`ns`, needed for `joined`). Only
-    `dst` gets the result, or all ranks. `make` makes room for the rows, see `storage`; without it they travel. None if
-    no rank has any batch. Sync point"""
+    `dst` gets the result, or all ranks. By `SocketLinks` they share memory for rows, which travel else. None if no rank
+    has any batch. Sync point"""
     ns = [0]*len(ks) if ns is None else ns
     # a list may be read in two ways; else the batches are leaves
     for read in (noop,loosely,as_leaf):
@@ -112,26 +104,48 @@ def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None)->Gathe
     for i,own in enumerate(cols):
         kind,*others = {o['kinds'][i] for o in filled}
         dense = kind is not None and not others
-        got,n = _dense(own, kind, infos, i, dst, make) if dense else (_pickled(own, ks, dst),None)
+        got,n = _dense(own, kind, infos, i, dst, links) if dense else (_pickled(own, ks, dst),None)
         leaves.append(got)
         lens.append(n)
-    if dst in (None,group_rank()): return Gathered(filled, leaves, lens)
-    for o in leaves: # which `dst` alone reads
-        if isinstance(o, StoredRows): o.file.close()
+    return Gathered(filled, leaves, lens) if dst in (None,group_rank()) else None
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath2
 _piece = 1<<24 # Bytes that a rank sends at a time
 
-def _dense(own, kind, infos, i, dst, make):
+def _dense(own, kind, infos, i, dst, links):
     "Leaf `i` of all ranks, whose parts fit one tensor, see `dense_kind`; and the rows of each batch"
     shape,dtype,cls,device = kind
     of_ranks = [o['lens'][i] if o['ks'] else [] for o in infos]
     at,lens = row_places([o['ks'] for o in infos], of_ranks)
-    if make is None or device!='cpu': return _exchanged(own, at, sum(lens), shape, dtype, cls, dst),lens
-    rows = make((sum(lens),*shape), dtype)
-    own.reverse()
-    for places in at[group_rank()]: rows.write(places, own.pop()) # which is freed
-    return rows,lens
+    if device!='cpu' or not isinstance(links, SocketLinks):
+        return _exchanged(own, at, sum(lens), shape, dtype, cls, dst),lens
+    rows = _shared(own, at[group_rank()], (sum(lens),*shape), dtype, links)
+    return rows.as_subclass(cls),lens
+
+def _shared(own:list, places:list, shape, dtype, links:SocketLinks)->Tensor:
+    """Rows of all ranks in memory of this machine, which is freed with the tensor. What a rank changes in it, others do
+    not see. own: this rank's, emptied; places: of these; shape: of all (n,…). Sync point"""
+    n_bytes = math.prod(shape)*dtype.itemsize
+    if not n_bytes: return torch.empty(shape, dtype=dtype)
+    def mapped(**kw): return torch.frombuffer(mmap.mmap(fd, n_bytes, **kw), dtype=dtype).view(shape)
+    fd = links.pass_round(lambda: nameless(n_bytes))
+    try:
+        rows = mapped()
+        own.reverse()
+        for o in places:
+            t = own.pop().as_subclass(Tensor) # which is freed
+            if o.step==1 and len(o): _write(fd, t, o.start*(n_bytes//len(rows)))
+            else: rows[o.start:o.stop:o.step] = t
+        links.exchange(b'', Phase.after_validate) # all ranks have written
+        return mapped(access=mmap.ACCESS_COPY)
+    finally: os.close(fd)
+
+def _write(fd, rows:Tensor, at:int):
+    "Write rows at a byte of a file: whole pages, the first touch of which would cost more than the copy itself"
+    data = memoryview(as_ints(rows).numpy()).cast('B')
+    while len(data):
+        n = os.pwrite(fd, data, at)
+        at,data = at+n,data[n:]
 
 def _exchanged(own, at, n, shape, dtype, cls, dst):
     "Rows of one tensor, sent from rank to rank"
@@ -159,21 +173,3 @@ def taking_turns(parts:list):
         if isinstance(os[0], Samples): return Samples(undeal(os))
         return undeal(os) if all(isinstance(o, Tensor) and o.ndim for o in os) else os[0]
     return parts[0] if len(parts)==1 else tree_map(turns, *parts)
-
-# %% ../../nbs/distributed/07_gather_rows.ipynb #gmem2
-@contextmanager
-def memory_rows(links:SocketLinks):
-    """Rows that all ranks write and read in memory of this machine, which is freed with the last tensor over it: yields
-    a function of (shape, dtype) that makes `StoredRows`. Sync points: each call, and the end"""
-    with ExitStack() as made: # closed after an error
-        def make(shape, dtype):
-            memory = links.pass_round(partial(nameless, shape[0]*row_bytes(shape, dtype)))
-            file = made.enter_context(open(memory, 'r+b', buffering=0))
-            return StoredRows(file, shape, dtype)
-        yield make
-        links.exchange(b'', Phase.after_validate) # all ranks have written
-        made.pop_all()
-
-def storage(links):
-    "Context with a `make` for `gather_batches`: memory of this machine; None between machines. Sync point"
-    return memory_rows(links) if isinstance(links, SocketLinks) else nullcontext()

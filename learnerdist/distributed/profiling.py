@@ -18,7 +18,6 @@ class Timer(Callback):
     order = Order.timer
     run_valid = False
     times = ()
-    begin = None
     def _of_links(self, name): return getattr(getattr(self.learn.runner, 'links', None), name, 0.) # seconds
     @property
     def waited(self): return self._of_links('waited')
@@ -27,10 +26,10 @@ class Timer(Callback):
     @property
     def shared(self): return self._of_links('adding')-self.waited # without what it waits over links
 
-    def before_fit(self):
-        self.times = []
+    def before_fit(self): self.times = []
+    def before_epoch(self):
+        self.times.append(dict.fromkeys(('data','step','comm','total','samples_per_s')))
         self.begin = None
-        self.entered = False
 
     def before_train(self):
         self.data = self.wait = 0.
@@ -43,7 +42,6 @@ class Timer(Callback):
         self.reads = False # until the next batch: this one may have several parts
 
     def after_batch(self):
-        self.end = perf_counter()
         self.mark = self.busy
         self.reads = True
 
@@ -60,24 +58,14 @@ class Timer(Callback):
     def _exchanged(self): self.wait += perf_counter()-self.computed+self.shared-self.mark_shared
 
     def after_train(self):
-        self.end = perf_counter()
-        self._enter()
-    def after_epoch(self):
-        if not self.entered: self._enter() # cancelled before its end
-        self.entered = False
-
-    def _enter(self):
-        "Append this epoch's row: after the training loop, so that loggers find it"
-        self.entered = True
-        row = dict.fromkeys(('data','step','comm','total','samples_per_s'))
-        self.times.append(row)
+        "Fill this epoch's row: after the training loop, so that loggers find it; it stays empty if that was cancelled"
         if self.begin is None: return # it was cancelled before it trained
-        total = self.end-self.begin
+        total = perf_counter()-self.begin
         comm = self.wait+self.waited-self.begin_links
+        row = self.times[-1]
         row.update(data=self.data, step=total-self.data-comm, comm=comm, total=total)
         # fastai's recorder does not count them
         n = getattr(getattr(self.learn, 'recorder', None), 'n_samples', None)
         if n is not None: row.update(samples_per_s=n/total)
-        self.begin = None
 
 finder_skips.append(Timer)

@@ -8,7 +8,6 @@ __all__ = ['average_grads']
 # %% ../../nbs/distributed/09_replica.ipynb #55899e64
 import math,mmap,os
 from abc import ABC,abstractmethod
-from contextlib import contextmanager
 from itertools import chain,groupby
 from operator import attrgetter,itemgetter
 from time import perf_counter
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.collectives import all_sum,broadcast_tensors
 from ..core.compat import check_reduced,foreach_add,ignored_by_ddp,sync_buffers,tree_leaves
 from ..core.env import current_group,group_size,running
+from ..core.lending import lend
 from ..core.stacks import coded,need
 from .batchnorm import sync_batchnorm
 from .comparison import few
@@ -239,7 +239,8 @@ def sum_grads(
     had = [p for p,n in zip(params, have) if n]
     for p in had:
         if p.grad is None: p.grad = torch.zeros_like(p)
-    for grads in _in_buckets([p.grad for p in had]):
+    for _,alike in groupby([p.grad for p in had], lambda g: (g.dtype,g.device)):
+        grads = [*alike]
         flat = torch.cat([g.reshape(-1) for g in grads])
         if k!=1: flat *= k
         total = sum_of_ranks(flat).split([g.numel() for g in grads])
@@ -263,32 +264,15 @@ def average_grads(
     total = float(all_sum(torch.tensor(n, dtype=torch.double)))
     sum_grads(params, n/total if total else 0.)
 
-def _in_buckets(tensors:list, n_bytes:int=_large)->list:
-    "Tensors in lists of one dtype and device each, of some `n_bytes`"
-    res = []
-    for _,ts in groupby(tensors, lambda t: (t.dtype,t.device)):
-        size = n_bytes
-        for t in ts:
-            if size>=n_bytes: res,size = [*res,[]],0
-            res[-1].append(t)
-            size += t.nbytes
-    return res
-
 # %% ../../nbs/distributed/09_replica.ipynb #581ba1f4
-@contextmanager
-def _leaving_out(model, aside):
-    "Within the body, DDP ignores the parameters in `aside`, and those without elements, which it would refuse"
-    name,own = ignored_by_ddp,{*map(id, aside)}
-    old = vars(model).get(name)
-    names = {*(old or ())}
+def _leave_out(model, aside):
+    "Let DDP ignore the parameters in `aside`, and those without elements, which it would refuse; returns: undo()"
+    own = {*map(id, aside)}
+    names = {*getattr(model, ignored_by_ddp, ())}
     for k,p in model.named_parameters(remove_duplicate=False):
         # DDP puts a dot before those of the outermost module
         if id(p) in own or not p.numel(): names |= {k,f'.{k}'}
-    if names: setattr(model, name, names)
-    try: yield
-    finally:
-        if old is not None: setattr(model, name, old)
-        elif names: delattr(model, name)
+    return lend(model, ignored_by_ddp, names)
 
 _is_trained = attrgetter('requires_grad')
 _params = itemgetter('params')
@@ -382,9 +366,10 @@ class Replica(Trained):
         if not any(p.requires_grad and id(p) not in aside for p in self.params): return # DDP refuses such a model
         device = self.learn.device
         ids = None if device.type=='cpu' else [device.index]
-        with _leaving_out(self.model, self.aside):
-            kw = dict(self.kw, device_ids=ids, process_group=current_group())
-            self.ddp = DistributedDataParallel(self.model, **kw)
+        undo = _leave_out(self.model, self.aside)
+        kw = dict(self.kw, device_ids=ids, process_group=current_group())
+        try: self.ddp = DistributedDataParallel(self.model, **kw)
+        finally: undo()
         self.check_reduced = getattr(self.ddp.reducer, check_reduced, int) # an older torch has none
         # the forward pass of a static graph has to know whether it exchanges
         self.hears_late = not self.ddp.static_graph
