@@ -1228,6 +1228,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                              'learnerdist/distributed/data_parallel.py'),
                                                        'learnerdist.distributed.data_parallel.ParallelTrainer.restore': ( 'distributed/data_parallel.html#paralleltrainer.restore',
                                                                                                                           'learnerdist/distributed/data_parallel.py'),
+                                                       'learnerdist.distributed.data_parallel.check_device_ids': ( 'distributed/data_parallel.html#check_device_ids',
+                                                                                                                   'learnerdist/distributed/data_parallel.py'),
                                                        'learnerdist.distributed.data_parallel.parallel_ids': ( 'distributed/data_parallel.html#parallel_ids',
                                                                                                                'learnerdist/distributed/data_parallel.py')},
             'learnerdist.distributed.engine': { 'learnerdist.distributed.engine.Ballot': ( 'distributed/engine.html#ballot',

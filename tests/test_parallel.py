@@ -8,7 +8,7 @@ from learnerdist.learner.callback import Callback
 from learnerdist.data.loaders import DataLoaders
 from learnerdist.core.env import process_group
 from learnerdist.learner.learner import Learner
-from learnerdist.distributed.data_parallel import parallel_ids
+from learnerdist.distributed.data_parallel import ParallelTrainer, parallel_ids
 from learnerdist.testing import run_ranks
 
 def cuda(i=None): return torch.device('cuda', i)
@@ -45,9 +45,21 @@ def names(learn): return [type(o).__name__ for o in learn.cbs]
     ([1,0], cuda(0), 2, [0,1]), (['cuda:0', cuda(2)], cuda(2), 3, [2,0]), ([1], cuda(1), 2, []), ([0,1,7], cpu, 0, [])])
 def test_ids(ids, device, n, want): assert parallel_ids(ids, device, n)==want
 
-def test_the_learners_own_must_be_named():
-    for ids,device in (([1], cpu), ([1,2], cuda(0))):
-        with pytest.raises(ValueError, match=f'lacks {device}'): parallel_ids(ids, device, 3)
+@pytest.mark.parametrize('ids,msg', [
+    ([0,2], r'names \[2\], but 2 GPUs'), ([-1], r'\[-1\]'), (['cuda'], 'None'), ([1,1], 'twice'), (5, r'\[5\]'), ([1], 'cpu')])
+def test_bad_ids(ids, msg):
+    with pytest.raises(ValueError, match=msg): parallel_ids(ids, cpu, 2)
+
+def test_bad_ids_are_refused_at_once_and_change_nothing(monkeypatch):
+    learn = make()
+    cbs = list(learn.cbs)
+    monkeypatch.setattr(torch.accelerator, 'device_count', lambda: 2)
+    for f in (learn.to_parallel, lambda ids: learn.parallel_ctx(ids).__enter__(), ParallelTrainer):
+        with pytest.raises(ValueError, match=r'\[3\]'): f([0,3])
+    assert learn.cbs==cbs
+    learn.to_parallel([0,1])
+    with pytest.raises(ValueError, match=r'\[9\]'): learn.to_parallel([9])
+    assert learn.parallel_trainer.device_ids==[0,1]
 
 # --- the wrapper --------------------------------------------------------------------------------------------------------------
 

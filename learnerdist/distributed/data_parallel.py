@@ -18,17 +18,31 @@ from ..core.stacks import need
 from ..learner.learner import Learner,get_model
 
 # %% ../../nbs/distributed/05_data_parallel.ipynb #c006
+def check_device_ids(device_ids, n:int)->list:
+    """The GPUs that were asked for, in any form that torch knows, as ints; ValueError unless each of them is among the
+    `n` visible ones and named once. Without any GPU, visibility is not checked"""
+    ids = []
+    for o in listify(device_ids):
+        if not isinstance(o, int): o = torch.device(o).index
+        what = f'device_ids={device_ids} names [{o}], but {n} GPUs are visible'
+        need(not n or o in range(n), what)
+        need(o not in ids, f'device_ids={device_ids} names a GPU twice')
+        ids.append(o)
+    return ids
+
 def parallel_ids(device_ids, device:torch.device, n:int)->list:
-    """The GPUs to train on of `n`, from any form that torch knows: the learner's own (`device`) is the first; an empty
-    list instead of a single one, since a wrapper around one copy only costs time"""
-    if n<2 or device_ids is None and device.type=='cpu': return []
-    named = range(n) if device_ids is None else listify(device_ids)
-    ids = [o if isinstance(o, int) else torch.device(o).index for o in named]
+    """The GPUs to train on of `n`, the learner's own (`device`) first; an empty list instead of a single one, since a
+    wrapper around one copy only costs time"""
+    if device_ids is None and device.type=='cpu': return []
+    if device_ids is None: device_ids = range(n)
+    ids = check_device_ids(device_ids, n)
+    if n<2: return []
     own = device.index
     if own is None and device.type!='cpu': own = torch.accelerator.current_device_index()
     need(own in ids, f'device_ids={device_ids} lacks {device}, where the learner is: name it')
     ids.remove(own)
-    return [own,*ids] if ids else []
+    if ids: ids.insert(0, own)
+    return ids
 
 # %% ../../nbs/distributed/05_data_parallel.ipynb #c012
 class ParallelTrainer(Callback):
@@ -38,6 +52,7 @@ class ParallelTrainer(Callback):
         device_ids=None # Indices of the GPUs to train on; None: every visible one
     ):
         self.device_ids = device_ids
+        if device_ids is not None: self.device_ids = check_device_ids(device_ids, torch.accelerator.device_count())
 
     def before_fit(self):
         ids = parallel_ids(self.device_ids, self.learn.device, torch.accelerator.device_count())
