@@ -127,7 +127,7 @@ def answers(key): return [o[key] for o in on_two_ranks()]
 def rank_answers():
     "All that is asked of two ranks, but for the runs of `same`"
     return dict(left_by=left_by('raise'), late=[in_group(cancelled_late, o) for o in (False,True)],
-                lower=[in_group(lower, o) for o in (False,True)], refusals=refusals(),
+                lower=[in_group(lower, o) for o in (False,True)], refusals=refusals(), muon=in_group(muon),
                 refused_within=refused_within())
 
 @pytest.mark.parametrize('W', [pytest.param('some', marks=pytest.mark.slow), *(pytest.param(o, marks=pytest.mark.long) for o in (2,3))])
@@ -204,6 +204,19 @@ class Dtypes(Callback):
         self.h = self.model.layers[0].register_forward_hook(lambda m,x,y: self.seen.update([x[0].dtype,y.dtype,m.a.weight.dtype]))
     def after_pred(self): self.out = self.pred.dtype
     def after_fit(self): self.h.remove()
+
+def muon():
+    "What two fits of torch's Muon say"
+    torch.manual_seed(5)
+    dl = DataLoader(rows(24, torch.float32), 6)
+    learn = Learner(DataLoaders(dl, dl), nn.Linear(6, 6, bias=False), F.cross_entropy, getattr(torch.optim, 'Muon', torch.optim.SGD), lr=.1)
+    with all_warnings() as found, learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
+        for _ in range(2): learn.fit(1)
+    return [str(o.message).split()[0] for o in found]
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='a torch without Muon')
+def test_muon_is_said_once(): assert answers('muon')==[['[sharded-muon]'],[]]
 
 def lower(policy):
     "Weights after training in bfloat16 by the learner, and in a bare loop of FSDP2"

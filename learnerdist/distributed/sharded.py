@@ -22,7 +22,7 @@ from ..core.env import count,current_group,everyones,group_size
 from ..core.env import noting_loops,process_group,shared_store
 from ..core.lending import replaced
 from ..core.shards import exchange_params,groups_of,is_sharded,load_model,need_values,on_meta
-from ..core.shards import has_parts,shard_of,state_part,full_tensor
+from ..core.shards import has_parts,optimizers_in,shard_of,state_part,full_tensor
 from ..core.weights import load_weights
 from ..core.stacks import need,warn
 from ..data.loaders import call_model
@@ -268,6 +268,9 @@ class Sharded(Trained):
         "At the start of a fit"
         if self.opts.mp and hasattr(self.learn, 'mixed_precision'):
             raise ValueError('shard=dict(mp=…), and to_bf16 or to_fp16: leave out one of the two')
+        Muon = getattr(torch.optim, 'Muon', ()) # torch 2.9 has it
+        is_muon = any(isinstance(o, Muon) for o in optimizers_in(self.learn.opt))
+        if is_muon: self.engine.findings('sharded-muon', _muon, 'muon')
         self.undo_bn = sync_batchnorm(self.model, current_group(), self.engine) if sync_bn else None
         self.checked = False
         broadcast_tensors(self._others())
@@ -371,5 +374,7 @@ class Sharded(Trained):
         device = self.learn.device
         return full_tensor(t).to(device) if here else torch.empty(0, dtype=t.dtype, device=device)
 
+_muon = ("torch's Muon computes an update in bfloat16, and rounds otherwise over parts of a matrix: it may differ by a "
+         'quarter from that of one process. The fit is as good, but do not compare digits; or use DDP with max_bs=')
 _lost = ('this run failed, and not all ranks are here to put its parts together: the weights of learn.model are empty. '
          'Load a checkpoint or a file of learn.save, or build the model again')
