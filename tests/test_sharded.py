@@ -13,7 +13,7 @@ from harness import all_warnings, caught, close, error_of, in_group, needs_fsdp2
 from helpers import At, Raise
 from scenes import F64, draws, ints, right, scene
 from learnerdist.all import *
-from learnerdist.core.compat import fsdp_on_cpu
+from learnerdist.core.compat import can_group, fsdp_on_cpu
 from learnerdist.core.shards import is_sharded, load_opt, map_tensors, shard_of, full_tensor
 from learnerdist.distributed import sharded as sharded_module
 from learnerdist.testing import run_ranks
@@ -116,9 +116,10 @@ class Twice(Callback):
 same = dict(twice=even(cbs=lambda: [Twice()], n_valid=2, ctx=dict(seed=3, shard=True, timeout_s=20)),
             few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(seed=3, shard=True, timeout_s=20)), groups=even(splitter=two_groups),
             frozen=even(model=partly_frozen), tied=even(model=tied), root=even(dict(blocks=lambda m: False)),
-            linears=even(dict(blocks=[nn.Linear])), light=even(model=light),
+            linears=even(dict(blocks=[nn.Linear])), tied_blocks=even(dict(blocks=Layer), model=tied_layers), light=even(model=light),
             kept=even(dict(reshard=False)), dropped=even(dict(blocks=Layer, reshard=True)),
             stopping=even(cbs=lambda: [EarlyStoppingCallback(min_delta=10., patience=1)], fits=[5]))
+if not can_group: del same['tied_blocks'] # an error, as in `refusals`
 
 @functools.cache
 def on_two_ranks(): return run_ranks(rank_answers, 2, timeout_s=400)

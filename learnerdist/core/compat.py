@@ -215,6 +215,7 @@ shims = dict(built_for='2.7', set_timeout='2.9', sync_buffers='2.11')
 shims |= dict(destroy_group='2.13', abort_group='2.13')
 
 torch_version = tuple(map(int, torch.__version__.split('.')[:2]))
+can_group = torch_version>=(2,13) # FSDP2 takes modules that share weights as one group
 # DDP's option: whether each forward pass broadcasts rank 0's buffers
 sync_buffers = 'forward_sync_buffers'
 if sync_buffers not in signature(DistributedDataParallel).parameters: sync_buffers = 'broadcast_buffers'

@@ -17,7 +17,8 @@ from fastcore.basics import listify
 from torch import nn
 
 from ..core.collectives import broadcast_tensors
-from ..core.compat import forget_fsdp,forget_passes,fsdp_on_cpu,replace_tensors
+from ..core.compat import can_group,forget_fsdp,forget_passes,fsdp_on_cpu
+from ..core.compat import replace_tensors
 from ..core.env import count,current_group,everyones,group_size
 from ..core.env import noting_loops,process_group,shared_store
 from ..core.lending import replaced
@@ -97,21 +98,36 @@ def repeated_blocks(model)->list:
     return res
 
 # %% ../../nbs/distributed/09_sharded.ipynb #tie02
-def _shared(block, model)->list:
-    "Names of weights that a block and something outside of it share"
-    own = {*block.parameters()}
-    inside = {*map(id, block.modules())}
+def _shared(group:list, model):
+    "Names of weights that modules of this group and something outside of it share"
+    together = nn.ModuleList(group)
+    own = {*together.parameters()}
+    inside = {*map(id, together.modules())}
     res = []
     for k,m in model.named_modules():
         if id(m) in inside: continue
         res += [f'{k}.{name}' for name,p in m.named_parameters(recurse=False) if p in own]
     return res
 
+def _are_tied(a, b):
+    "Whether two modules, of which none is within the other, share a weight"
+    if any(a is m for m in b.modules()) or any(b is m for m in a.modules()): return False
+    return bool({*a.parameters()} & {*b.parameters()})
+
+def tied_groups(modules:list)->list:
+    "Lists of the modules that share weights, most of them of one module; in the order of the last ones"
+    groups = []
+    for m in modules:
+        tied = [g for g in groups if can_group and any(_are_tied(m, o) for o in g)]
+        groups = [g for g in groups if g not in tied]
+        groups.append([*chain(*tied),m])
+    return groups
+
 # %% ../../nbs/distributed/09_sharded.ipynb #tie04
 def find_blocks(model, blocks)->list:
-    """The modules whose weights are gathered by themselves, inner ones first, as FSDP2 wants them; ValueError if there
-    is none of a class, or if one shares weights with the rest of the model"""
-    if blocks is True: return [m for m in repeated_blocks(model) if m is not model and not _shared(m, model)]
+    """Lists of the modules whose weights are gathered together, inner ones first, as FSDP2 wants them; ValueError if
+    there is none of a class, or if one shares weights with the rest of the model"""
+    if blocks is True: return [[m] for m in repeated_blocks(model) if m is not model and not _shared([m], model)]
     by_class = isinstance(blocks, tuple)
     wanted = (lambda m: isinstance(m, blocks)) if by_class else blocks
     named = {k: m for k,m in model.named_modules() if m is not model and wanted(m) and _owns(m)}
@@ -119,11 +135,15 @@ def find_blocks(model, blocks)->list:
         own = ', '.join(sorted({type(m).__name__ for m in model.children() if _owns(m)}))
         what = 'shard=: it has no such module with weights'
         raise ValueError(f'{what}. Give classes of this model: {own}')
-    remedy = 'leave it to the rest of the model, or give the module that holds both'
+    names = {id(m): k for k,m in named.items()}
     for k,m in named.items():
         need(_runs(m), f'shard=: {k} is a list, which has no forward pass: give the modules in it')
-        for o in _shared(m, model): raise ValueError(f'shard=: {k} shares weights with {o}: {remedy}')
-    return [*named.values()][::-1]
+    groups = tied_groups([*named.values()][::-1])
+    for g in groups:
+        for o in _shared(g, model):
+            what = f'shard=: {names[id(g[-1])]} shares weights with {o}'
+            raise ValueError(f'{what}: leave it to the rest of the model, or give the module that holds both')
+    return groups
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hf17431c
 class Passes:
@@ -227,7 +247,9 @@ class Sharded(Trained):
         need_values(self.model, self.file)
         found = 'shard=: the model has DTensors already'
         need(not has_parts(self.model), f'{found}: what is sharded by hand trains in a loop by hand')
-        self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
+        # lists of modules that are gathered together
+        self.groups = [*find_blocks(self.model, opts.blocks),[self.model]]
+        self.blocks = [*chain(*self.groups)]
         self.passes = Passes(self.model, self.blocks, engine.anyone)
         self.pairs = [] # (parameter before, its part)
         self.holders = () # (module, name, parameter) before
@@ -248,9 +270,9 @@ class Sharded(Trained):
             # a fit begins with it, and would move the parts
             self.model.to = lambda *_,**kw: self.model
         try:
-            for m in self.blocks:
-                if opts.mp: kw['mp_policy'] = policy_of(opts.mp, m is self.model)
-                fully_shard(m, **kw)
+            for g in self.groups:
+                if opts.mp: kw['mp_policy'] = policy_of(opts.mp, g[0] is self.model)
+                fully_shard(g if len(g)>1 else g[0], **kw)
         finally:
             now = {id(p): (p,getattr(m, k)) for m,k,p in self.holders}
             self.pairs = [(old,p) for old,p in now.values() if is_sharded(p)]
