@@ -352,7 +352,7 @@ def signals_of(args)->list:
     "The signals that these parsed options pass on to ranks. ValueError for a name of none, or of SIGKILL"
     # no option before torch 2.9
     names = getattr(args, 'signals_to_handle', 'SIGTERM,SIGINT,SIGHUP,SIGQUIT')
-    known = {o.name: o for o in signal.Signals if o not in (signal.SIGKILL,signal.SIGSTOP)}
+    known = {o.name: o for o in signal.Signals if o.name not in ('SIGKILL','SIGSTOP')}
     res = [known.get(o.strip()) for o in names.split(',')]
     need(None not in res, f'--signals-to-handle {names}: give names such as SIGTERM,SIGUSR1')
     return res
