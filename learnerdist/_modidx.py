@@ -3620,6 +3620,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'learnerdist/learner/trackers.py'),
                                               'learnerdist.learner.trackers.WandbLogger.write': ( 'learner/trackers.html#wandblogger.write',
                                                                                                   'learnerdist/learner/trackers.py'),
+                                              'learnerdist.learner.trackers._installed': ( 'learner/trackers.html#_installed',
+                                                                                           'learnerdist/learner/trackers.py'),
                                               'learnerdist.learner.trackers.run_config': ( 'learner/trackers.html#run_config',
                                                                                            'learnerdist/learner/trackers.py')},
             'learnerdist.plan': { 'learnerdist.plan.Plan': ('plan.html#plan', 'learnerdist/plan.py'),

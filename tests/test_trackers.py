@@ -1,12 +1,12 @@
 "Weights & Biases: one run for all ranks, which a resumed fit goes on with, under both Learners"
-import json,struct
+import json,struct,sys
 from contextlib import suppress
 import pytest, torch
 wandb,_ = map(pytest.importorskip, ('wandb','fastai'))
 from fastai.data.core import DataLoaders as FastaiLoaders
 from fastai.data.load import DataLoader as FastaiLoader
 from fastai.learner import Learner as FastaiLearner
-from learnerdist.all import Checkpoint, DataLoaders, Learner, TfmdDL, Timer, WandbLogger, num_distrib
+from learnerdist.all import Checkpoint, DataLoaders, Learner, TensorBoardLogger, TfmdDL, Timer, WandbLogger, num_distrib
 from learnerdist.fastai import DistributedTrainer # noqa: F401  (patches fastai's Learner)
 from learnerdist.testing import run_ranks
 from helpers import Raise
@@ -131,3 +131,9 @@ def test_a_run_that_the_script_has_opened_is_used_and_left_open(tmp_path):
     (opened,ids), = run_ranks(open_first, 1, tmp_path)
     (only,found), = read(tmp_path).items()
     assert opened=={} and {*ids}=={only} and len(found['points']['step/loss'])==4
+
+@pytest.mark.parametrize('module,logger', [('wandb',WandbLogger), ('torch.utils.tensorboard',TensorBoardLogger)])
+def test_a_tracker_that_is_not_installed(module, logger, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    learn,extra = make('ours', tmp_path, cbs=logger()),module.rpartition('.')[2]
+    with pytest.raises(ValueError, match=rf"install the extra, pip install 'learnerdist\[{extra}\]'"): learn.fit(1)

@@ -6,6 +6,7 @@
 __all__ = ['RunLogger', 'TensorBoardLogger', 'WandbLogger']
 
 # %% ../../nbs/learner/07_trackers.ipynb #tr02
+from importlib import import_module
 from pathlib import Path
 
 import learnerdist
@@ -82,16 +83,24 @@ class RunLogger(LogWriter):
         file = self.learn.save('model_at_end', with_opt=False)
         if self.writing: self.add_model(Path(file))
 
+def _installed(package:str):
+    "The module of a tracker. ValueError with the command if it is not installed"
+    try: return import_module(package)
+    except ImportError as e:
+        extra = package.rpartition('.')[2]
+        raise ValueError(f"install the extra, pip install 'learnerdist[{extra}]'") from e
+
 # %% ../../nbs/learner/07_trackers.ipynb #tr11
 class TensorBoardLogger(RunLogger):
-    """Write the loss and learning rate of each step, and the numbers of each epoch, on rank 0"""
+    """Write the loss and learning rate of each step, and the numbers of each epoch, on rank 0. ValueError if
+    TensorBoard is missing"""
     def __init__(self,
         log_dir='tensorboard', # Folder within the learner's path; a second fit continues the curves of the first
     ): self.log_dir = log_dir
 
     def open(self):
-        from torch.utils.tensorboard import SummaryWriter
-        self.writer = SummaryWriter(str(Path(self.path)/self.log_dir))
+        package = _installed('torch.utils.tensorboard')
+        self.writer = package.SummaryWriter(str(Path(self.path)/self.log_dir))
     def write(self, rows):
         for group,n,values in rows:
             for k,v in values.items(): self.writer.add_scalar(f'{group}/{k}', v, n)
@@ -100,7 +109,8 @@ class TensorBoardLogger(RunLogger):
 
 # %% ../../nbs/learner/07_trackers.ipynb #tr15
 class WandbLogger(RunLogger):
-    """One run of Weights & Biases for all ranks: each step and epoch, the configuration, and the weights at the end"""
+    """One run of Weights & Biases for all ranks: each step and epoch, the configuration, and the weights at the end.
+    ValueError if wandb is missing"""
     def __init__(self,
         project=None,     # As in `wandb.init`; None: what WANDB_PROJECT says
         name=None,        # Of the run; None: W&B finds one
@@ -111,7 +121,7 @@ class WandbLogger(RunLogger):
         self.log_model = log_model
 
     def open(self):
-        import wandb
+        wandb = _installed('wandb')
         self.is_own = wandb.run is None
         if self.is_own: wandb.init(**dict(dir=str(self.path), id=self.run_id, resume='allow')|self.init)
         self.wandb_run = wandb.run
