@@ -15,7 +15,7 @@ for o,handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, s
     if signal.getsignal(o)==signal.SIG_IGN: signal.signal(o, handler)
 
 # What the server of this process's ranks has imported, beyond what others have, if this process has it: else each rank imports it
-processes._heavy += ['fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.collab','s3fs','moto.server']
+processes._heavy += ['fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.collab','mlflow','s3fs','moto.server']
 
 torch.set_num_threads(1) # of this process; those of ranks are set by what starts them
 

@@ -13,12 +13,12 @@ from learnerdist.fastai.learner import setup_distrib
 from learnerdist.fastai.loaders import DistributedDL
 from learnerdist.fastai.trainer import DistributedTrainer
 from learnerdist.learner.techniques import EMA
-from learnerdist.learner.trackers import TensorBoardLogger,WandbLogger
+from learnerdist.learner.trackers import MLflowLogger,TensorBoardLogger,WandbLogger
 
 __all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first',
            'rank_distrib','num_distrib','distrib_barrier','all_sum','all_mean','gather_objects','broadcast_object',
            'gather_with_grad','average_grads','sync_batchnorm','Checkpoint','Preempted',
-           'process_group','load_learner','EMA','Timer','WandbLogger','TensorBoardLogger']
+           'process_group','load_learner','EMA','Timer','WandbLogger','MLflowLogger','TensorBoardLogger']
 
 import fastai.learner as _learner
 import learnerdist.core.docstrings as _docstrings
