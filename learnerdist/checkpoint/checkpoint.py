@@ -40,10 +40,7 @@ _all_ = ['Preempted']
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #pre04
 class Preempted(SystemExit):
     "The exit of a run after a signal, when it has written a checkpoint; its status is `preempted_status`, 75"
-    def __init__(self, message=''):
-        super().__init__(preempted_status)
-        self.message = message
-    def __str__(self): return self.message
+    code = preempted_status
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #pre04b
 def check_options(path, every, keep, background, signals, in_memory):
