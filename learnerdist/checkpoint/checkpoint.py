@@ -227,7 +227,7 @@ class FitState:
         self.alike = at['world']==self.world
         self.initial_buckets = at['step']>0 and self.world>2
         if self.engine and at['seed'] is not None: self.engine.loaders.go_on(at['seed'], at['epochs_before'])
-        self.load_callbacks()
+        self.load_callbacks() # for their `before_epoch`, after which `arrive` does it again
 
     def check_context(self, at:dict):
         "Alone, the order of an epoch follows from random streams; in a context, from its seed"
@@ -324,8 +324,7 @@ class Checkpoint(Callback):
         self.nested = 0 # Loops within this fit, such as fastai's `get_preds`
         self.phase = None # What the fit is doing: 'epoch', 'train', 'validate', 'done'
         self.captured = None # The state that was captured before validation
-        # the positions of the newest checkpoint, and of the one that this fit will resume at
-        self.last = self.at = None
+        self.at = None # The position that this fit will resume at
         if self.state.many: runner.ballot.watcher = self
         learn.add_cbs([_Early(self),_Late(self)])
         resume = self.resume or self.resuming
@@ -370,7 +369,7 @@ class Checkpoint(Callback):
         if is_rank0(): self._report_start(found)
 
     def _set_start(self, at):
-        self.at = self.last = at
+        self.at = at
         if at['n_epoch']!=self.n_epoch: at['pct_train'] *= at['n_epoch']/self.n_epoch
         # a fit that was cancelled stays done
         if at['phase']=='done' and at['epoch']==at['n_epoch']<self.n_epoch: at['phase'] = 'epoch'
@@ -460,11 +459,12 @@ class Checkpoint(Callback):
     def at_end(self):
         "When the last epoch is over"
         if self.nested: return
+        was_done = bool(self.at) and self.at['phase']=='done'
         if self.at: self.arrive()
         self.phase,self.captured = 'done',None
         dealer = dealer_of(self.state.loader)
         if dealer is not None: dealer.already_read = -1,0 # the next fit asks for its length before its first epoch
-        self.when.at_end(self.last is not None and self.last['phase']=='done')
+        self.when.at_end(was_done)
         self.commit('done')
         self.files.wait()
         if self.memory:
@@ -480,7 +480,6 @@ class Checkpoint(Callback):
         due,stopping = self.when.due,self.when.stopping
         if not due or phase=='train' and self._accumulates(): return
         captured = self.captured or self.state.capture(phase)
-        self.last = captured['place']
         with trained_weights(self.learn):
             if 'files' in due: self._save(self.files, captured)
             if 'memory' in due and not stopping: self._save(self.memory, captured)
