@@ -478,7 +478,7 @@ class Checkpoint(Callback):
     def commit(self, phase):
         "Save if a checkpoint is due, and stop if that was requested. Sync point: all ranks call this at the same point"
         due,stopping = self.when.due,self.when.stopping
-        if not due or phase=='train' and self._accumulates(): return
+        if not due or phase!='done' and self._accumulates(): return
         captured = self.captured or self.state.capture(phase)
         with trained_weights(self.learn):
             if 'files' in due: self._save(self.files, captured)
@@ -487,7 +487,7 @@ class Checkpoint(Callback):
         if stopping: self._leave()
 
     def _accumulates(self):
-        "Whether a step has begun: gradients are not in a checkpoint"
+        "Whether a step has begun, which fastai ends in the next epoch: gradients are not in a checkpoint"
         return getattr(getattr(self.learn, 'gradient_accumulation', None), 'count', 0)>0
 
     def _save(self, where, captured):
