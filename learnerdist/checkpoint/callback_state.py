@@ -15,8 +15,9 @@ from fastcore.foundation import L
 
 from ..data.loaders import call_model
 from ..learner.losses import copied
+from ..learner.trackers import run_config
 from ..core.random import rng_state,set_rng_state
-from ..core.shards import map_tensors
+from ..core.shards import groups_of,map_tensors
 from ..distributed.engine import autocast_of
 from ..distributed.loops import zero_of
 from ..distributed.parts import tree_sum
@@ -87,13 +88,15 @@ def state_of_rank(states:list, rank:int)->dict:
     return res
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #cks02
-def horizons(cbs)->dict:
-    "The number of steps or epochs that each schedule among the callbacks is made for (`horizon`), by name"
-    res = {k: cb.horizon for k,cb in _keyed(cbs).items() if hasattr(type(cb), 'horizon')}
-    return filter_values(res, bool)
+def fit_config(learn, world:int)->dict:
+    """The configuration of a fit on so many ranks, with the numbers of steps or epochs that each schedule is made for
+    (`horizon`), by name, and those of parameters in each group"""
+    schedule = {k: cb.horizon for k,cb in _keyed(learn.cbs).items() if hasattr(type(cb), 'horizon')}
+    tensors = [*map(len, groups_of(learn.opt))]
+    return run_config(learn, world)|dict(schedule=filter_values(schedule, bool), tensors=tensors)
 
 def config_changes(old:dict, new:dict)->list:
-    "Texts on the differences of two `run_config`, except values that `check_run` checks"
+    "Texts on the differences of two `fit_config`, except values that `check_run` checks"
     res = []
     for k in {**old,**new}:
         a,b = old.get(k),new.get(k)

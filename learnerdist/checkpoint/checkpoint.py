@@ -13,7 +13,6 @@ from pathlib import PurePath
 
 import torch
 
-from ..learner.trackers import run_config
 from ..learner.callback import Callback,Order
 from ..learner.finder import finder_skips
 from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
@@ -21,7 +20,7 @@ from ..core.env import count,group_rank,group_size,is_rank0
 from ..core.files import shrinks
 from ..core.random import Moment,seed_streams
 from ..core.remote import Remote,as_path
-from ..core.shards import a_part,groups_of,load_model,load_opt,map_tensors,shard_position,split_rows
+from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_position,split_rows
 from ..core.stacks import need,preempted_status,warn
 from ..data.dealing import dealer_of
 from ..data.loaders import to_device
@@ -30,7 +29,7 @@ from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.techniques import callbacks_of,trained_weights
 from .callback_state import check_run,config_changes,load_states
-from .callback_state import horizons,rebuild_buckets,state_of_rank,states_of,unpacked
+from .callback_state import fit_config,rebuild_buckets,state_of_rank,states_of,unpacked
 from .position import PlacedLoader,go_back,place_in_epoch,set_streams,streams_now
 from .snapshot import Found,Writers,on_cpu,to_plain
 from .where import Files,open_memory
@@ -138,8 +137,7 @@ class FitState:
         self.n_states = 0
         self.epoch = 0 # The present one. In a loop within a fit fastai's learner counts from 0
         self.n_fit = getattr(learn, 'fits_done', 0) # Its number among the learner's, from 0
-        tensors = [*map(len, groups_of(learn.opt))] # in each group
-        self.config = run_config(learn, self.world)|dict(schedule=horizons(learn.cbs), tensors=tensors)
+        self.config = fit_config(learn, self.world)
         self.loader = None # The training loader, as a `PlacedLoader`
         self.initial_buckets = False # Whether DDP still has its initial buckets
 
