@@ -55,7 +55,7 @@ def test_resume_names_a_folder(tmp_path):
     learn = learner(tmp_path)
     learn.fit(3, resume=tmp_path/'ckpt')
     assert same(learn, whole) and 'after step 5' in messages(learn)[0] and 'checkpoint' not in vars(learn)
-    with pytest.raises(ValueError, match="resume=7: give True, or a Checkpoint's folder"): learn.fit(1, resume=7)
+    with pytest.raises(ValueError, match='path=7: give a folder, or an address'): learn.fit(1, resume=7)
     with pytest.raises(ValueError, match='2 Checkpoints in one fit'): learn.fit(1, cbs=Checkpoint('b'), resume='ckpt')
 
 def tuned(path, stop=None):

@@ -9,7 +9,6 @@ __all__ = ['Preempted', 'Checkpoint']
 import os,secrets,signal,threading,time
 from contextlib import ExitStack,contextmanager
 from datetime import timedelta
-from pathlib import PurePath
 
 import torch
 
@@ -19,7 +18,7 @@ from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
 from ..core.env import count,group_rank,group_size,is_rank0
 from ..core.files import shrinks
 from ..core.random import Moment,seed_streams
-from ..core.remote import Remote,as_path
+from ..core.remote import as_path
 from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_position,split_rows
 from ..core.stacks import need,preempted_status,warn
 from ..data.dealing import dealer_of
@@ -541,8 +540,6 @@ class _Resume(Callback):
 def resumed(learn, on):
     """Within the body, a fit goes on from the newest good checkpoint of its `Checkpoint`, or begins if there is none.
     on: True, or the folder of a `Checkpoint` that it gets"""
-    is_known = isinstance(on, (bool,str,PurePath,Remote))
-    need(is_known, "give True, or a Checkpoint's folder", resume=on)
     with learn.added_cbs(_Resume if on is True else Checkpoint(on, resume=True)): yield
 
 fit_flags['resume'] = resumed
