@@ -41,7 +41,8 @@ _size = 1024
 def sketch(t:Tensor)->tuple:
     """A short vector for `t`, of up to 1024 numbers, float64, on the CPU, and a hash of its bits. The distance of two
     vectors is about that of their tensors; up to 1024 elements it is exact"""
-    t = full_tensor(t).detach().to_dense().flatten().cpu().as_subclass(Tensor) # of fastai's types, too
+    # of fastai's types, too
+    t = full_tensor(t).detach().to_dense().flatten().cpu().as_subclass(Tensor)
     bits,t = tensor_hash(t).item(),t.double()
     if len(t)<=_size: return t.clone(),bits
     draw = torch.Generator().manual_seed(len(t))
@@ -231,7 +232,8 @@ class Last(Callback):
         """Set what is zero but for rounding to zero in gradients, such as that of a bias before BatchNorm: Adam divides
         it by its own size"""
         if self.rec['dtype']!='float64': return
-        grads = [o.grad for o in trained(self.learn).values() if getattr(o.grad, 'layout', None)==torch.strided]
+        grads = [p.grad for p in trained(self.learn).values() if p.grad is not None]
+        grads = [g for g in grads if g.layout==torch.strided] # no sparse ones
         size = math.hypot(*[full_tensor(g).norm().item() for g in grads])
         for g in grads:
             own = local_part(g)
@@ -244,7 +246,8 @@ class Last(Callback):
         record.add('buffers', dict(get_model(self.learn.model).named_buffers()))
         # others, such as those of a net in the loss, get a gradient that nobody uses
         used = {*map(id, chain(*groups_of(self.learn.opt)))}
-        record.add('gradients', {k: p.grad for k,p in params.items() if p.grad is not None and id(p) in used})
+        grads = {k: p.grad for k,p in params.items() if p.grad is not None and id(p) in used}
+        record.add('gradients', grads)
         record.add('weights', params)
         self.rec['rows'].append(record.rows)
         self.rec['shapes'].append(record.shapes)

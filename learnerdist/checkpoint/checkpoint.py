@@ -11,6 +11,7 @@ from contextlib import ExitStack,contextmanager
 from datetime import timedelta
 
 import torch
+from torch import nn
 
 from ..learner.callback import Callback,Order
 from ..learner.finder import finder_skips
@@ -204,7 +205,7 @@ class FitState:
     def of_loss(self)->dict:
         "By name: what the fit may change in a loss that is a module: all but what is frozen, as in a perceptual loss"
         found = {k: t for k,t in tensors_beside(self.learn).items() if k.startswith('loss_func.')}
-        return {k: t for k,t in found.items() if t.requires_grad or not isinstance(t, torch.nn.Parameter)}
+        return {k: t for k,t in found.items() if t.requires_grad or not isinstance(t, nn.Parameter)}
 
     def load(self, found:Found):
         "Restore a state that was found, but for the position. ValueError if it is of another fit"
@@ -289,7 +290,8 @@ class Checkpoint(Callback):
         keep:int=2,       # How many of the newest to keep
         background=False, # Whether to copy the tensors, and write while training goes on, as always to an address
         resume=False,     # As `learn.fit(…, resume=True)`
-        signals=('SIGTERM',), # Names of signals on which all ranks save together and end with `preempted_status`
+        # Names of signals on which all ranks save together and end with `preempted_status`
+        signals=('SIGTERM',),
         # True: states go to memory that the launcher keeps, in place of files; a number of steps: to memory, beside
         # files
         in_memory=False

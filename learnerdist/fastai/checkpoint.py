@@ -96,8 +96,8 @@ for _cls,_state in fit_states.items():
     for _k,_o in _state.items():
         if _o is not None: setattr(_cls, _k, property(*_o))
 
-ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]],
-                                  doc="A schedule by the part of the fit that is done")
+# a schedule by the part of the fit that is done
+ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]])
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c008
 @reordered.register
@@ -205,7 +205,8 @@ def load(self:TextLearner, file, with_opt=None, device=None, **kwargs): # noqa: 
 def export(self:Learner, fname='export.pkl', *args, **kwargs):
     "As fastai's, also to an address; written whole or not at all. A failure leaves the learner as it was"
     kept = self.dls,self.opt
-    try: save_once(as_path(fname, self.path), lambda tmp: _export(self, tmp.absolute(), *args, **kwargs))
+    def write(tmp): _export(self, tmp.absolute(), *args, **kwargs)
+    try: save_once(as_path(fname, self.path), write)
     finally: self.dls,self.opt = kept
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #ckf11s2
