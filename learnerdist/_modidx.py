@@ -2292,6 +2292,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'learnerdist/fastai/checkpoint.py'),
                                                'learnerdist.fastai.checkpoint._warn_metered': ( 'fastai/checkpoint.html#_warn_metered',
                                                                                                 'learnerdist/fastai/checkpoint.py'),
+                                               'learnerdist.fastai.checkpoint.in_states': ( 'fastai/checkpoint.html#in_states',
+                                                                                            'learnerdist/fastai/checkpoint.py'),
                                                'learnerdist.fastai.checkpoint.load_learner': ( 'fastai/checkpoint.html#load_learner',
                                                                                                'learnerdist/fastai/checkpoint.py'),
                                                'learnerdist.fastai.checkpoint.running': ( 'fastai/checkpoint.html#running',

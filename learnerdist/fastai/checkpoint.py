@@ -82,19 +82,21 @@ def _masters(cb): return [p.detach() for ps in vars(cb).get('master_pgs', ()) fo
 def _set_masters(cb, v): # else the first step would give the model the weights from before
     for p,o in zip(_masters(cb), v): p.copy_(o)
 
-fit_states = { # By class, by name: None for an attribute, else how to read and to set it
-    Recorder: dict.fromkeys(('lrs','iters','values','log'))|dict(
-        all_losses=(_losses,_set_losses), smooth=(_smooth,_set_smooth), n_metered=(_n_metered,_warn_metered)),
-    TrackerCallback: dict.fromkeys(('best','new_best','wait')),
-    ParamScheduler: dict(hps=None),
-    ShowGraphCallback: dict(epoch_ends=(_epoch_ends,_set_epoch_ends)),
-    CSVLogger: dict(written=(_text,_set_text)),
-    MixedPrecision: dict(scaling=(_scaler,_set_scaler)),
-    NonNativeMixedPrecision: dict.fromkeys(('loss_scale','count'))|dict(masters=(_masters,_set_masters))}
-for _cls,_state in fit_states.items():
-    _cls.fit_state = (*_state,)
-    for _k,_o in _state.items():
-        if _o is not None: setattr(_cls, _k, property(*_o))
+def in_states(cls, *names, **made):
+    """Let a checkpoint save attributes of a callback. names: of attributes; made: by a name of its own, how to read and
+    to set what it is made from"""
+    cls.fit_state = *names,*made
+    for k,o in made.items(): setattr(cls, k, property(*o))
+
+_of_recorder = dict(all_losses=(_losses,_set_losses), smooth=(_smooth,_set_smooth))
+_of_recorder['n_metered'] = _n_metered,_warn_metered
+in_states(Recorder, 'lrs', 'iters', 'values', 'log', **_of_recorder)
+in_states(TrackerCallback, 'best', 'new_best', 'wait')
+in_states(ParamScheduler, 'hps')
+in_states(ShowGraphCallback, epoch_ends=(_epoch_ends,_set_epoch_ends))
+in_states(CSVLogger, written=(_text,_set_text))
+in_states(MixedPrecision, scaling=(_scaler,_set_scaler))
+in_states(NonNativeMixedPrecision, 'loss_scale', 'count', masters=(_masters,_set_masters))
 
 # a schedule by the part of the fit that is done
 ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]])
