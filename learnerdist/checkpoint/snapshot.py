@@ -182,8 +182,6 @@ def _read_part(path, expected, mapped, check):
     except OSError as e: raise DamagedFile(f'{path} cannot be read ({e.strerror})') from e
     if (check or not mapped) and [len(data),zlib.crc32(data)]!=expected:
         raise DamagedFile(f'{path} is not what was written: its size or its checksum differs')
-    # older torch runs code in others
-    need(data[:4]==b'PK\3\4', f'{path} is no file of a checkpoint, and is not read')
     res = load_plain(None if mapped else data, here(path), mapped=mapped)
     need(isinstance(res, dict), f'{path} holds no state, but a {type(res).__name__}')
     return res
