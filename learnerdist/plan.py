@@ -149,7 +149,8 @@ class Plan:
         step = self.samples*self.ranks
         lines = [f'rank 0 of {self.ranks}']
         def add(what, text): lines.append(f'{what:12}{text}')
-        add('samples', f'{self.samples:,} in a step, {step:,} on all ranks; {self.batches} batches a step')
+        own = f'{self.samples:,} in a step, {step:,} on all ranks'
+        add('samples', f'{own}; {self.batches} batches a step')
         if self.steps: add('', f'{self.steps:,} steps an epoch')
         rest = (self.n_total or 0)%step
         if rest: add('', f'of {self.n_total:,}, the last step has {rest:,}')
@@ -185,7 +186,7 @@ def main(args:list|None=None)->int:
     "The command line `python -m learnerdist.plan`. args: of the process, if None are given; returns: exit status"
     p = argparse.ArgumentParser('learnerdist.plan', description=plan.__doc__, allow_abbrev=False)
     p.add_argument('ranks', type=int)
-    p.add_argument('target', nargs=argparse.REMAINDER, help='script.py, or -m module; its arguments')
+    p.add_argument('target', nargs=argparse.REMAINDER, help='script, or -m module; its arguments')
     o = p.parse_args(args)
     print(plan(run_target, o.ranks, o.target))
     return 0

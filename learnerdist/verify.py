@@ -41,7 +41,8 @@ _size = 1024
 def sketch(t:Tensor)->tuple:
     """A short vector for `t`, of up to 1024 numbers, float64, on the CPU, and a hash of its bits. The distance of two
     vectors is about that of their tensors; up to 1024 elements it is exact"""
-    t = full_tensor(t).detach().to_dense().flatten().cpu().as_subclass(Tensor) # of fastai's types, too
+    # of fastai's types, too
+    t = full_tensor(t).detach().to_dense().flatten().cpu().as_subclass(Tensor)
     bits,t = tensor_hash(t).item(),t.double()
     if len(t)<=_size: return t.clone(),bits
     draw = torch.Generator().manual_seed(len(t))
@@ -166,13 +167,6 @@ class Recording:
         same_device = now[3] is None or torch.equal(now[3], before[3])
         self.rec['draws'] |= not same_device or not same_streams(before, now)
 
-    def print_progress(self):
-        "Write over the line of the step before, on a terminal alone"
-        if group_rank() or not sys.__stderr__.isatty(): return
-        who = 'one process' if self.n_alone else f'process 1 of {group_size()}'
-        step = f"step {len(self.rec['rows'])} of {self.steps}, {who}"
-        print(f'\r\033[K{step}', end='', file=sys.__stderr__, flush=True)
-
     def add(self, kind:str, tensors:dict, step:int=None):
         "Record tensors; step: None: the present one"
         step = len(self.rec['rows']) if step is None else step
@@ -238,7 +232,8 @@ class Last(Callback):
         """Set what is zero but for rounding to zero in gradients, such as that of a bias before BatchNorm: Adam divides
         it by its own size"""
         if self.rec['dtype']!='float64': return
-        grads = [o.grad for o in trained(self.learn).values() if getattr(o.grad, 'layout', None)==torch.strided]
+        grads = [p.grad for p in trained(self.learn).values() if p.grad is not None]
+        grads = [g for g in grads if g.layout==torch.strided] # no sparse ones
         size = math.hypot(*[full_tensor(g).norm().item() for g in grads])
         for g in grads:
             own = local_part(g)
@@ -251,11 +246,11 @@ class Last(Callback):
         record.add('buffers', dict(get_model(self.learn.model).named_buffers()))
         # others, such as those of a net in the loss, get a gradient that nobody uses
         used = {*map(id, chain(*groups_of(self.learn.opt)))}
-        record.add('gradients', {k: p.grad for k,p in params.items() if p.grad is not None and id(p) in used})
+        grads = {k: p.grad for k,p in params.items() if p.grad is not None and id(p) in used}
+        record.add('gradients', grads)
         record.add('weights', params)
         self.rec['rows'].append(record.rows)
         self.rec['shapes'].append(record.shapes)
-        record.print_progress()
         self.before_train()
 
     def after_batch(self):
@@ -529,7 +524,6 @@ def main(args:list|None=None)->int:
     except (NoRun,RanksError,ValueError) as e:
         print(f'learnerdist.verify: {e}', file=sys.stderr)
         return 2
-    if sys.stderr.isatty(): print('\r\033[K', end='', file=sys.stderr, flush=True) # the line of progress
     print(res)
     return int(not res.same)
 

@@ -4,7 +4,7 @@ import pytest
 from fastai.text.all import *
 from fastai.callback.fp16 import ModelToHalf, NonNativeMixedPrecision
 from harness import all_warnings
-from helpers import At
+from helpers import At, fail
 from learnerdist.all import EMA
 from learnerdist.checkpoint.checkpoint import preempted_status
 from learnerdist.checkpoint.position import set_streams,streams_now
@@ -175,3 +175,19 @@ def test_go_on_in_mid_epoch_on_another_number_of_ranks(W, ranks, tmp_path):
     shutil.copytree(path/'ckpt/epoch_0001-step_00000006', tmp_path/'ckpt/epoch_0001-step_00000006')
     for again in run_ranks(in_global_batches, 3, tmp_path, True):
         for k,v in whole.items(): torch.testing.assert_close(torch.tensor(again[k]), torch.tensor(v), rtol=1e-6, atol=1e-6)
+
+@pytest.mark.parametrize('W', [1,2])
+def test_a_state_waits_for_a_step_that_ends_in_the_next_epoch(W, tmp_path):
+    "40 samples an epoch, 16 a step: the third step of the fit ends with the first batch of all ranks in its second epoch"
+    for o in run_ranks(across_epochs, W, tmp_path, timeout_s=240): assert o==[]
+
+def across_epochs(path):
+    def train(name, cbs=(), resume=True):
+        learn = learner(path/name)
+        cbs = [GradientAccumulation(16), Checkpoint('ckpt', 'epoch', 9), *cbs]
+        with learn.no_bar(), learn.distrib_ctx(split_batches=True): learn.fit(2, cbs=cbs, resume=resume)
+        return dict(model=digest(learn.model.state_dict()), losses=[float(o) for o in learn.recorder.losses])
+    whole = train('whole')
+    with pytest.raises(ZeroDivisionError): train('cut', [At(8, fail)])
+    assert [o.name for o in (path/'cut/ckpt').iterdir() if o.is_dir()]==['epoch_0001-step_00000006']
+    return differing(whole, train('cut'))

@@ -9,19 +9,18 @@ __all__ = ['Preempted', 'Checkpoint']
 import os,secrets,signal,threading,time
 from contextlib import ExitStack,contextmanager
 from datetime import timedelta
-from pathlib import PurePath
 
 import torch
+from torch import nn
 
-from ..learner.trackers import run_config
 from ..learner.callback import Callback,Order
 from ..learner.finder import finder_skips
 from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
 from ..core.env import count,group_rank,group_size,is_rank0
 from ..core.files import shrinks
 from ..core.random import Moment,seed_streams
-from ..core.remote import Remote,as_path
-from ..core.shards import a_part,groups_of,load_model,load_opt,map_tensors,shard_position,split_rows
+from ..core.remote import as_path
+from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_position,split_rows
 from ..core.stacks import need,preempted_status,warn
 from ..data.dealing import dealer_of
 from ..data.loaders import to_device
@@ -29,8 +28,8 @@ from ..distributed.comparison import tensors_beside
 from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.techniques import callbacks_of,trained_weights
-from .callback_state import check_model,check_run,config_changes,load_states
-from .callback_state import horizons,rebuild_buckets,state_of_rank,states_of,unpacked
+from .callback_state import check_run,config_changes,load_states
+from .callback_state import fit_config,rebuild_buckets,state_of_rank,states_of,unpacked
 from .position import PlacedLoader,go_back,place_in_epoch,set_streams,streams_now
 from .snapshot import Found,Writers,on_cpu,to_plain
 from .where import Files,open_memory
@@ -40,10 +39,7 @@ _all_ = ['Preempted']
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #pre04
 class Preempted(SystemExit):
     "The exit of a run after a signal, when it has written a checkpoint; its status is `preempted_status`, 75"
-    def __init__(self, message=''):
-        super().__init__(preempted_status)
-        self.message = message
-    def __str__(self): return self.message
+    code = preempted_status
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #pre04b
 def check_options(path, every, keep, background, signals, in_memory):
@@ -141,8 +137,7 @@ class FitState:
         self.n_states = 0
         self.epoch = 0 # The present one. In a loop within a fit fastai's learner counts from 0
         self.n_fit = getattr(learn, 'fits_done', 0) # Its number among the learner's, from 0
-        tensors = [*map(len, groups_of(learn.opt))] # in each group
-        self.config = run_config(learn, self.world)|dict(schedule=horizons(learn.cbs), tensors=tensors)
+        self.config = fit_config(learn, self.world)
         self.loader = None # The training loader, as a `PlacedLoader`
         self.initial_buckets = False # Whether DDP still has its initial buckets
 
@@ -210,19 +205,17 @@ class FitState:
     def of_loss(self)->dict:
         "By name: what the fit may change in a loss that is a module: all but what is frozen, as in a perceptual loss"
         found = {k: t for k,t in tensors_beside(self.learn).items() if k.startswith('loss_func.')}
-        return {k: t for k,t in found.items() if t.requires_grad or not isinstance(t, torch.nn.Parameter)}
+        return {k: t for k,t in found.items() if t.requires_grad or not isinstance(t, nn.Parameter)}
 
     def load(self, found:Found):
         "Restore a state that was found, but for the position. ValueError if it is of another fit"
         at = found.info['place']
         learn = self.learn
         self.source = found.folder
-        model = found.parts['model']
         state = found.parts['state']
-        check_model(self.model, model, self.source)
         check_run(found.info['config'], self.config, at, self.n_fit, self.source)
         self.check_context(at)
-        load_model(self.model, model)
+        load_model(self.model, found.parts['model']) # torch refuses that of another model
         opt,self.loaded = state.pop('opt'),on_cpu(state, True, {}) # not in the memory of a file
         # torch's do it themselves
         if not isinstance(learn.opt, torch.optim.Optimizer): opt = to_device(opt, next(self.model.parameters()).device)
@@ -232,7 +225,7 @@ class FitState:
         self.alike = at['world']==self.world
         self.initial_buckets = at['step']>0 and self.world>2
         if self.engine and at['seed'] is not None: self.engine.loaders.go_on(at['seed'], at['epochs_before'])
-        self.load_callbacks()
+        self.load_callbacks() # for their `before_epoch`, after which `arrive` does it again
 
     def check_context(self, at:dict):
         "Alone, the order of an epoch follows from random streams; in a context, from its seed"
@@ -297,7 +290,8 @@ class Checkpoint(Callback):
         keep:int=2,       # How many of the newest to keep
         background=False, # Whether to copy the tensors, and write while training goes on, as always to an address
         resume=False,     # As `learn.fit(…, resume=True)`
-        signals=('SIGTERM',), # Names of signals on which all ranks save together and end with `preempted_status`
+        # Names of signals on which all ranks save together and end with `preempted_status`
+        signals=('SIGTERM',),
         # True: states go to memory that the launcher keeps, in place of files; a number of steps: to memory, beside
         # files
         in_memory=False
@@ -329,8 +323,7 @@ class Checkpoint(Callback):
         self.nested = 0 # Loops within this fit, such as fastai's `get_preds`
         self.phase = None # What the fit is doing: 'epoch', 'train', 'validate', 'done'
         self.captured = None # The state that was captured before validation
-        # the positions of the newest checkpoint, and of the one that this fit will resume at
-        self.last = self.at = None
+        self.at = None # The position that this fit will resume at
         if self.state.many: runner.ballot.watcher = self
         learn.add_cbs([_Early(self),_Late(self)])
         resume = self.resume or self.resuming
@@ -375,7 +368,7 @@ class Checkpoint(Callback):
         if is_rank0(): self._report_start(found)
 
     def _set_start(self, at):
-        self.at = self.last = at
+        self.at = at
         if at['n_epoch']!=self.n_epoch: at['pct_train'] *= at['n_epoch']/self.n_epoch
         # a fit that was cancelled stays done
         if at['phase']=='done' and at['epoch']==at['n_epoch']<self.n_epoch: at['phase'] = 'epoch'
@@ -465,11 +458,12 @@ class Checkpoint(Callback):
     def at_end(self):
         "When the last epoch is over"
         if self.nested: return
+        was_done = bool(self.at) and self.at['phase']=='done'
         if self.at: self.arrive()
         self.phase,self.captured = 'done',None
         dealer = dealer_of(self.state.loader)
         if dealer is not None: dealer.already_read = -1,0 # the next fit asks for its length before its first epoch
-        self.when.at_end(self.last is not None and self.last['phase']=='done')
+        self.when.at_end(was_done)
         self.commit('done')
         self.files.wait()
         if self.memory:
@@ -483,9 +477,8 @@ class Checkpoint(Callback):
     def commit(self, phase):
         "Save if a checkpoint is due, and stop if that was requested. Sync point: all ranks call this at the same point"
         due,stopping = self.when.due,self.when.stopping
-        if not due or phase=='train' and self._accumulates(): return
+        if not due or phase!='done' and self._accumulates(): return
         captured = self.captured or self.state.capture(phase)
-        self.last = captured['place']
         with trained_weights(self.learn):
             if 'files' in due: self._save(self.files, captured)
             if 'memory' in due and not stopping: self._save(self.memory, captured)
@@ -493,7 +486,7 @@ class Checkpoint(Callback):
         if stopping: self._leave()
 
     def _accumulates(self):
-        "Whether a step has begun: gradients are not in a checkpoint"
+        "Whether a step has begun, which fastai ends in the next epoch: gradients are not in a checkpoint"
         return getattr(getattr(self.learn, 'gradient_accumulation', None), 'count', 0)>0
 
     def _save(self, where, captured):
@@ -549,8 +542,6 @@ class _Resume(Callback):
 def resumed(learn, on):
     """Within the body, a fit goes on from the newest good checkpoint of its `Checkpoint`, or begins if there is none.
     on: True, or the folder of a `Checkpoint` that it gets"""
-    is_known = isinstance(on, (bool,str,PurePath,Remote))
-    need(is_known, "give True, or a Checkpoint's folder", resume=on)
     with learn.added_cbs(_Resume if on is True else Checkpoint(on, resume=True)): yield
 
 fit_flags['resume'] = resumed

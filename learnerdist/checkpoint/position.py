@@ -85,7 +85,8 @@ class PlacedLoader(LoaderWrapper):
         if dealer is not None: dealer.n_skip = first # its batches are seeded by their number
         # workers are seeded from the streams; an order is drawn now, or with the first batch, by the same streams
         begin = first if self.own_state is None else 0
-        moment = (begin,0) if self.seeds_itself else (begin,) # a loader that seeds itself does so by batch and rank
+        # a loader that seeds itself does so by batch and rank
+        moment = (begin,0) if self.seeds_itself else (begin,)
         if self.seeds: self.seeds(*moment)
         streams = dict(self.resumed['batches']) if self.resumed else {}
         if self.resumed: set_streams(self.dls, self.resumed['start'])

@@ -75,7 +75,8 @@ class Where(ABC):
 # %% ../../nbs/checkpoint/03_where.ipynb #whr08
 class Files(Where):
     "A folder on a disk, or at an address of another file system: there states are always written in the background"
-    def __init__(self, folder, keep:int, background:bool, together:bool): # together: all ranks read
+    def __init__(self, folder, keep:int, background:bool, together:bool):
+        "together: all ranks read"
         is_remote = isinstance(folder, Remote)
         super().__init__(folder, keep, background or is_remote)
         self.together = together

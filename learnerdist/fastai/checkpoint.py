@@ -16,7 +16,6 @@ from fastai.callback.fp16 import MixedPrecision,NonNativeMixedPrecision
 from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
-from fastai.callback.training import GradientAccumulation
 from fastai import learner as fastai_learner
 from fastai.learner import Learner,Recorder,join_path_file,noop
 from fastai.text.data import LMDataLoader
@@ -44,13 +43,12 @@ def _n_metered(rec):
     "Batches in the `train_metrics` of an epoch that is being trained on"
     within = rec.train_metrics and len(getattr(rec, 'log', ()))==1
     return rec.smooth_loss.count-([0,*rec.iters][-1]) if within else 0
-_metered = 'train_metrics: those of this epoch are without its first {:g} batches, from before the fit went on'
+def _warn_metered(rec, n):
+    "In place of setting them: the meters of an epoch have no state"
+    text = f'train_metrics: those of this epoch are without its first {n:g} batches, from before the fit went on'
+    if n and is_rank0(): warn('lost-count', text)
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c005s1
-def _warns(text):
-    "In place of setting a number: a warning of what is lost, if it is not 0"
-    return lambda cb, n: warn('lost-count', text.format(n)) if n and is_rank0() else None
-
 def _losses(rec): return torch.stack([*map(torch.as_tensor, rec.losses)]) if rec.losses else torch.zeros(0)
 def _set_losses(rec, v): rec.losses = list(v)
 
@@ -60,9 +58,6 @@ def _epoch_ends(cb):
     trained = [cb.learn.train_iter]*(len(getattr(rec, 'log', ()))>1)
     return sorted({*map(int, rec.iters),*trained}-{0})
 def _set_epoch_ends(cb, v): cb.nb_batches = list(v)
-
-def _pending(cb): return vars(cb).get('count', 0)
-_lost = 'the gradients of {:g} samples are lost: GradientAccumulation had made no step from them'
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c006
 def _text(cb):
@@ -87,23 +82,24 @@ def _masters(cb): return [p.detach() for ps in vars(cb).get('master_pgs', ()) fo
 def _set_masters(cb, v): # else the first step would give the model the weights from before
     for p,o in zip(_masters(cb), v): p.copy_(o)
 
-fit_states = { # By class, by name: None for an attribute, else how to read and to set it
-    Recorder: dict.fromkeys(('lrs','iters','values','log'))|dict(
-        all_losses=(_losses,_set_losses), smooth=(_smooth,_set_smooth), n_metered=(_n_metered,_warns(_metered))),
-    TrackerCallback: dict.fromkeys(('best','new_best','wait')),
-    ParamScheduler: dict(hps=None),
-    ShowGraphCallback: dict(epoch_ends=(_epoch_ends,_set_epoch_ends)),
-    GradientAccumulation: dict(pending=(_pending,_warns(_lost))),
-    CSVLogger: dict(written=(_text,_set_text)),
-    MixedPrecision: dict(scaling=(_scaler,_set_scaler)),
-    NonNativeMixedPrecision: dict.fromkeys(('loss_scale','count'))|dict(masters=(_masters,_set_masters))}
-for _cls,_state in fit_states.items():
-    _cls.fit_state = (*_state,)
-    for _k,_o in _state.items():
-        if _o is not None: setattr(_cls, _k, property(*_o))
+def in_states(cls, *names, **made):
+    """Let a checkpoint save attributes of a callback. names: of attributes; made: by a name of its own, how to read and
+    to set what it is made from"""
+    cls.fit_state = *names,*made
+    for k,o in made.items(): setattr(cls, k, property(*o))
 
-ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]],
-                                  doc="A schedule by the part of the fit that is done")
+_of_recorder = dict(all_losses=(_losses,_set_losses), smooth=(_smooth,_set_smooth))
+_of_recorder['n_metered'] = _n_metered,_warn_metered
+in_states(Recorder, 'lrs', 'iters', 'values', 'log', **_of_recorder)
+in_states(TrackerCallback, 'best', 'new_best', 'wait')
+in_states(ParamScheduler, 'hps')
+in_states(ShowGraphCallback, epoch_ends=(_epoch_ends,_set_epoch_ends))
+in_states(CSVLogger, written=(_text,_set_text))
+in_states(MixedPrecision, scaling=(_scaler,_set_scaler))
+in_states(NonNativeMixedPrecision, 'loss_scale', 'count', masters=(_masters,_set_masters))
+
+# a schedule by the part of the fit that is done
+ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]])
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c008
 @reordered.register
@@ -211,7 +207,8 @@ def load(self:TextLearner, file, with_opt=None, device=None, **kwargs): # noqa: 
 def export(self:Learner, fname='export.pkl', *args, **kwargs):
     "As fastai's, also to an address; written whole or not at all. A failure leaves the learner as it was"
     kept = self.dls,self.opt
-    try: save_once(as_path(fname, self.path), lambda tmp: _export(self, tmp.absolute(), *args, **kwargs))
+    def write(tmp): _export(self, tmp.absolute(), *args, **kwargs)
+    try: save_once(as_path(fname, self.path), write)
     finally: self.dls,self.opt = kept
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #ckf11s2
