@@ -112,6 +112,11 @@ def test_a_learner_has_a_local_folder(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match='a Path drops a slash'): learn.fit(1, cbs=Checkpoint('a'))
     assert os.listdir()==[]
 
+def test_a_memory_that_each_rank_has_for_itself(memory, monkeypatch):
+    "Is refused: nobody else reads it, and a restart would find nothing"
+    for k,v in dict(RANK='0', WORLD_SIZE='2').items(): monkeypatch.setenv(k, v)
+    with pytest.raises(ValueError, match=r"path='memory://r': each rank has its own.*in_memory=10"): as_path('memory://r')
+
 def test_beside_states_in_memory(memory, tmp_path):
     "The newer one is taken"
     with launch_folder():

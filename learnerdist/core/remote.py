@@ -10,6 +10,7 @@ import errno,re,socket,tempfile,time
 from contextlib import contextmanager,suppress
 from pathlib import Path
 
+from .env import num_distrib
 from .files import own_folder,whole_file
 from .stacks import need
 
@@ -108,6 +109,10 @@ def as_path(path, base='.'):
         raise ImportError(f"{path}: {e}. For S3: pip install 'learnerdist[remote]'") from e
     except ValueError as e: raise ValueError(f'{path}: {e}. Give a path, or an address such as s3://bucket/run') from e
     need(at.strip('/'), 'give a folder or a file there, as in s3://bucket/run', path=str(path))
+    alone = fs.protocol!='memory' or num_distrib()<2
+    remedy = 'give a folder or another address. '
+    remedy += 'Checkpoint(folder, in_memory=10) writes states to memory that outlives ranks'
+    need(alone, f'each rank has its own: {remedy}', path=str(path))
     return Path(at) if isinstance(fs, LocalFileSystem) else Remote(fs, at)
 
 def modified(path)->float:
