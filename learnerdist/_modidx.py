@@ -3677,6 +3677,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'learnerdist.verify.Recording.cast': ('verify.html#recording.cast', 'learnerdist/verify.py'),
                                     'learnerdist.verify.Recording.note_draws': ( 'verify.html#recording.note_draws',
                                                                                  'learnerdist/verify.py'),
+                                    'learnerdist.verify.Recording.print_progress': ( 'verify.html#recording.print_progress',
+                                                                                     'learnerdist/verify.py'),
                                     'learnerdist.verify.Verdict': ('verify.html#verdict', 'learnerdist/verify.py'),
                                     'learnerdist.verify.Verdict.__str__': ('verify.html#verdict.__str__', 'learnerdist/verify.py'),
                                     'learnerdist.verify._compare': ('verify.html#_compare', 'learnerdist/verify.py'),

@@ -167,6 +167,13 @@ class Recording:
         same_device = now[3] is None or torch.equal(now[3], before[3])
         self.rec['draws'] |= not same_device or not same_streams(before, now)
 
+    def print_progress(self):
+        "Write over the line of the step before, on a terminal alone"
+        if group_rank() or not sys.__stderr__.isatty(): return
+        who = 'one process' if self.n_alone else f'process 1 of {group_size()}'
+        step = f"step {len(self.rec['rows'])} of {self.steps}, {who}"
+        print(f'\r\033[K{step}', end='', file=sys.__stderr__, flush=True)
+
     def add(self, kind:str, tensors:dict, step:int=None):
         "Record tensors; step: None: the present one"
         step = len(self.rec['rows']) if step is None else step
@@ -251,6 +258,7 @@ class Last(Callback):
         record.add('weights', params)
         self.rec['rows'].append(record.rows)
         self.rec['shapes'].append(record.shapes)
+        record.print_progress()
         self.before_train()
 
     def after_batch(self):
@@ -524,6 +532,7 @@ def main(args:list|None=None)->int:
     except (NoRun,RanksError,ValueError) as e:
         print(f'learnerdist.verify: {e}', file=sys.stderr)
         return 2
+    if sys.stderr.isatty(): print('\r\033[K', end='', file=sys.stderr, flush=True) # the line of progress
     print(res)
     return int(not res.same)
 
