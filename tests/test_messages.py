@@ -7,7 +7,7 @@ import numpy as np,pytest,torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader,IterableDataset,Sampler,Subset,TensorDataset,get_worker_info
-from learnerdist import all as ours
+from learnerdist import all as ours,command
 from learnerdist.all import Callback,DataLoaders,Learner
 from learnerdist.command import entries,main
 from learnerdist.testing import run_ranks
@@ -89,7 +89,7 @@ def test_explain(capsys):
     assert out.startswith('[loss-not-mean]\nWe split a batch') and '](' not in out
     assert '    loss_func.n_items = lambda p, t: W[t].sum()' in out
     assert main(['explain'])==0 and {*entries()}=={o.split()[0] for o in capsys.readouterr().out.splitlines()}
-    remedies = {('explain','loss-mean'): 'mean loss-not-mean', ('explain','x y'): 'lists the codes', ('plen',): 'you mean plan'}
+    remedies = {('explain','loss-mean'): 'mean loss-not-mean', ('explain','x y'): 'lists the codes', ('doktor',): 'you mean doctor'}
     for args,words in remedies.items(): assert main(args)==2 and words in capsys.readouterr().err
 
 counting = """
@@ -106,3 +106,15 @@ def test_the_end_counts_warnings(args, env, counts, tmp_path):
     p = subprocess.run([sys.executable,'a.py',*args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     lines = p.stderr.splitlines()
     assert lines[-1:]==['2 warnings: loss-not-mean, repeated-samples']*counts if counts else 'warnings:' not in p.stderr, p.stderr
+
+def test_doctor(capsys, monkeypatch):
+    "A check that fails is a line of the block, and the exit status"
+    monkeypatch.setattr(command, '_checks', {k: v for k,v in command._checks.items() if k!='hello'}) # ranks start in other tests
+    assert main(['doctor'])==0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1]=='```text' and lines[-1]=='```' and f'torch {torch.__version__.split("+")[0]}' in lines[2]
+    monkeypatch.setattr(os, 'access', lambda path, mode: path!='/dev/shm')
+    assert main(['doctor'])==1 and '/dev/shm   FAILED: PermissionError: /dev/shm cannot be written' in capsys.readouterr().out
+
+@pytest.mark.long
+def test_doctor_starts_ranks(): assert command.hello().startswith('2 ranks have added up')
