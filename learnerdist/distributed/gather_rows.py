@@ -103,11 +103,11 @@ def gather_batches(parts:list, ks:list, ns=None, dst:int=None, links=None)->Gath
     leaves,lens = [],[]
     for i,own in enumerate(cols):
         kind,*others = {o['kinds'][i] for o in filled}
-        dense = kind is not None and not others
-        got,n = _dense(own, kind, infos, i, dst, links) if dense else (_pickled(own, ks, dst),None)
+        if kind is None or others: got,n = _pickled(own, ks, dst),None
+        else: got,n = _dense(own, kind, infos, i, dst, links)
         leaves.append(got)
         lens.append(n)
-    return Gathered(filled, leaves, lens) if dst in (None,group_rank()) else None
+    if dst in (None,group_rank()): return Gathered(filled, leaves, lens)
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath2
 _piece = 1<<24 # Bytes that a rank sends at a time
