@@ -11,6 +11,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                          'learnerdist/checkpoint/callback_state.py'),
                                                        'learnerdist.checkpoint.callback_state._state': ( 'checkpoint/callback_state.html#_state',
                                                                                                          'learnerdist/checkpoint/callback_state.py'),
+                                                       'learnerdist.checkpoint.callback_state.check_model': ( 'checkpoint/callback_state.html#check_model',
+                                                                                                              'learnerdist/checkpoint/callback_state.py'),
                                                        'learnerdist.checkpoint.callback_state.check_run': ( 'checkpoint/callback_state.html#check_run',
                                                                                                             'learnerdist/checkpoint/callback_state.py'),
                                                        'learnerdist.checkpoint.callback_state.config_changes': ( 'checkpoint/callback_state.html#config_changes',

@@ -106,7 +106,7 @@ def test_a_loss_that_learns_and_lazy_layers_go_on(tmp_path):
     state = torch.load(sorted((tmp_path/'cut/ckpt').iterdir())[-1]/'state.pt')
     assert [*state['loss']]==['loss_func.scale','loss_func.n']
     more = learner(tmp_path/'cut', model=nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(3), nn.LazyLinear(3)))
-    with pytest.raises(ValueError, match=r'of \[5\] parameters .*, and this fit has \[6\]: give the same model'):
+    with pytest.raises(ValueError, match='3.weight: missing in the checkpoint, any shape here'):
         more.fit(2, cbs=Checkpoint('ckpt'), resume=True)
 
 def test_a_sum_is_validated_at_the_same_scale_after_a_resume(tmp_path):
@@ -209,12 +209,8 @@ def resume(path, **kw):
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     *_,last = saved(tmp_path)
-    with pytest.raises(ValueError, match=r'of \[8\] parameters .*, and this fit has \[2\]: give the same model, frozen and split as then'):
-        resume(tmp_path, model=nn.Sequential(nn.Linear(6, 3)))
-    wider = net()
-    wider[4],wider[6] = nn.Linear(30, 31),nn.Linear(31, 3)
-    with pytest.raises(RuntimeError, match=r'size mismatch for 4.weight.*30, 30.*from checkpoint.*31, 30'):
-        resume(tmp_path, model=wider)
+    messages = r'of another model. 0.weight: \(30, 6\) in the checkpoint, \(3, 6\) here; .*1.bias: \(30,\) in the checkpoint, missing here'
+    with pytest.raises(ValueError, match=messages): resume(tmp_path, model=nn.Sequential(nn.Linear(6, 3)))
     with pytest.raises(ValueError, match='with the state of Adam, and this fit uses SGD'): resume(tmp_path, opt=torch.optim.SGD)
     with pytest.warns(UserWarning, match='has the state of .*csv_logger.*, which this fit does not have'): learn = resume(tmp_path)
     with pytest.raises(ValueError, match='of fit number 1 of its script, and this is number 2: give each another folder'):
@@ -234,7 +230,7 @@ def test_what_an_optimizer_and_a_schedule_of_another_kind_would_read(tmp_path):
     learn = learner(tmp_path)
     learn.model[0].requires_grad_(False)
     before = digest(learn.model.state_dict())
-    with pytest.raises(ValueError, match=r'of \[8\] parameters .in each group., and this fit has \[6\]: give the same model'):
+    with pytest.raises(ValueError, match=r'of \[8\] parameters .in each group., and this fit has \[6\]: freeze and split as then'):
         learn.fit(2, cbs=Checkpoint('ckpt'), resume=True)
     assert digest(learn.model.state_dict())==before
 

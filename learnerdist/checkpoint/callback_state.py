@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from fastcore.basics import filter_values
 from fastcore.foundation import L
+from torch.nn.parameter import is_lazy
 
 from ..data.loaders import call_model
 from ..learner.losses import copied
@@ -87,6 +88,20 @@ def state_of_rank(states:list, rank:int)->dict:
             res[k][name] = torch.zeros_like(whole) if rank else whole
     return res
 
+# %% ../../nbs/checkpoint/02_callback_state.ipynb #c010
+def check_model(model:torch.nn.Module, state:dict, source):
+    "Raise ValueError if names or shapes differ, before anything is loaded. A lazy layer takes any shape"
+    def shape(v): return 'any shape' if is_lazy(v) else tuple(v.shape)
+    def shapes(state): return {k: shape(v) for k,v in state.items() if isinstance(v, torch.Tensor)}
+    own,other = shapes(model.state_dict()),shapes(state)
+    found = []
+    for k in own|other:
+        a,b = other.get(k, 'missing'),own.get(k, 'missing')
+        fits = a==b or b=='any shape' and a!='missing'
+        if not fits: found.append(f'{k}: {a} in the checkpoint, {b} here')
+    if len(found)>5: found[5:] = ['…']
+    need(not found, f'{source} is of another model. {"; ".join(found)}')
+
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #cks02
 def fit_config(learn, world:int)->dict:
     """The configuration of a fit on so many ranks, with the numbers of steps or epochs that each schedule is made for
@@ -116,7 +131,7 @@ def check_run(old:dict, new:dict, at:dict, fit:int, src):
     check(old['optimizer']==new['optimizer'], state)
     a,b = old.get('tensors'),new.get('tensors')
     groups = f'with an optimizer of {a} parameters (in each group), and this fit has {b}'
-    check(a in (b,None), f'{groups}: give the same model, frozen and split as then')
+    check(a in (b,None), f'{groups}: freeze and split as then')
     data = f'in the midst of an epoch of {old["samples"]} samples, and the data set has {new["samples"]} now'
     remedy = 'give the same data, or a checkpoint between two epochs'
     same_data = old['samples']==new['samples']

@@ -28,7 +28,7 @@ from ..distributed.comparison import tensors_beside
 from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.techniques import callbacks_of,trained_weights
-from .callback_state import check_run,config_changes,load_states
+from .callback_state import check_model,check_run,config_changes,load_states
 from .callback_state import fit_config,rebuild_buckets,state_of_rank,states_of,unpacked
 from .position import PlacedLoader,go_back,place_in_epoch,set_streams,streams_now
 from .snapshot import Found,Writers,on_cpu,to_plain
@@ -212,10 +212,12 @@ class FitState:
         at = found.info['place']
         learn = self.learn
         self.source = found.folder
+        model = found.parts['model']
         state = found.parts['state']
+        check_model(self.model, model, self.source)
         check_run(found.info['config'], self.config, at, self.n_fit, self.source)
         self.check_context(at)
-        load_model(self.model, found.parts['model']) # torch refuses that of another model
+        load_model(self.model, model)
         opt,self.loaded = state.pop('opt'),on_cpu(state, True, {}) # not in the memory of a file
         # torch's do it themselves
         if not isinstance(learn.opt, torch.optim.Optimizer): opt = to_device(opt, next(self.model.parameters()).device)
