@@ -182,12 +182,15 @@ def test_a_state_waits_for_a_step_that_ends_in_the_next_epoch(W, tmp_path):
     for o in run_ranks(across_epochs, W, tmp_path, timeout_s=240): assert o==[]
 
 def across_epochs(path):
-    def train(name, cbs=(), resume=True):
+    def train(name, cbs=(), n=2):
         learn = learner(path/name)
         cbs = [GradientAccumulation(16), Checkpoint('ckpt', 'epoch', 9), *cbs]
-        with learn.no_bar(), learn.distrib_ctx(split_batches=True): learn.fit(2, cbs=cbs, resume=resume)
+        with learn.no_bar(), learn.distrib_ctx(split_batches=True): learn.fit(n, cbs=cbs, resume=True)
         return dict(model=digest(learn.model.state_dict()), losses=[float(o) for o in learn.recorder.losses])
     whole = train('whole')
     with pytest.raises(ZeroDivisionError): train('cut', [At(8, fail)])
     assert [o.name for o in (path/'cut/ckpt').iterdir() if o.is_dir()]==['epoch_0001-step_00000006']
+    train('longer', n=1)
+    with all_warnings() as found: train('longer')
+    assert any('gradients of 8 samples are lost' in str(o) for o in found)==(rank_distrib()==0)
     return differing(whole, train('cut'))

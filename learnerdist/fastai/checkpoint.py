@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import torch
 from fastai.callback.fp16 import MixedPrecision,NonNativeMixedPrecision
+from fastai.callback.training import GradientAccumulation
 from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
@@ -46,6 +47,14 @@ def _n_metered(rec):
 def _warn_metered(rec, n):
     "In place of setting them: the meters of an epoch have no state"
     text = f'train_metrics: those of this epoch are without its first {n:g} batches, from before the fit went on'
+    if n and is_rank0(): warn('lost-count', text)
+
+def _n_pending(cb):
+    "Samples of a step that had begun when the fit ended; in a fit a state waits for the step"
+    return vars(cb).get('count', 0)
+def _warn_pending(cb, n):
+    "In place of setting them: gradients are not in a checkpoint"
+    text = f'the gradients of {n:g} samples are lost, with which the fit had ended before its next step'
     if n and is_rank0(): warn('lost-count', text)
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c005s1
@@ -91,6 +100,7 @@ def in_states(cls, *names, **made):
 _of_recorder = dict(all_losses=(_losses,_set_losses), smooth=(_smooth,_set_smooth))
 _of_recorder['n_metered'] = _n_metered,_warn_metered
 in_states(Recorder, 'lrs', 'iters', 'values', 'log', **_of_recorder)
+in_states(GradientAccumulation, n_pending=(_n_pending,_warn_pending))
 in_states(TrackerCallback, 'best', 'new_best', 'wait')
 in_states(ParamScheduler, 'hps')
 in_states(ShowGraphCallback, epoch_ends=(_epoch_ends,_set_epoch_ends))
