@@ -25,6 +25,7 @@ batch_norm: torch.nn.modules.batchnorm _BatchNorm: BatchNorm over ranks, of othe
 tracking_norm: torch.nn.modules.batchnorm _NormBase: BatchNorm by part
 foreach_add: torch _foreach_add_: sums of gradients, a kernel for many
 foreach_mul: torch _foreach_mul_: the scale of gradients, a kernel for many
+in_buckets: torch._utils _take_tensors: gradients outside of DDP, a message for many
 check_channels: torch.nn SyncBatchNorm._check_non_zero_input_channels: an error: no channels
 check_input_dim: torch.nn BatchNorm1d._check_input_dim: an error: dimensions of the input
 iterator: torch.utils.data DataLoader()._iterator: copies of loaders with persistent workers
@@ -82,6 +83,7 @@ TrackingNorm = find('tracking_norm') # BatchNorm and InstanceNorm, for isinstanc
 own_buffers = '_buffers' # an attribute: a module's by name, also those that are None
 foreach_add = find('foreach_add')
 foreach_mul = find('foreach_mul')
+in_buckets = find('in_buckets') # of (tensors, bytes): lists of one type
 # For a copied DataLoader, which would else read from the workers of the original
 no_iterator = dict(_iterator=None)
 update_stats = torch.batch_norm_update_stats

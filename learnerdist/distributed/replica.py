@@ -8,7 +8,7 @@ __all__ = ['average_grads']
 # %% ../../nbs/distributed/09_replica.ipynb #55899e64
 import math,mmap,os
 from abc import ABC,abstractmethod
-from itertools import chain,groupby
+from itertools import chain
 from operator import attrgetter,itemgetter
 from time import perf_counter
 
@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks,powerSGD_h
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum,broadcast_tensors
-from ..core.compat import check_reduced,foreach_add,ignored_by_ddp,sync_buffers,tree_leaves
+from ..core.compat import check_reduced,foreach_add,ignored_by_ddp,in_buckets,sync_buffers,tree_leaves
 from ..core.env import current_group,group_size,running
 from ..core.lending import lend
 from ..core.stacks import coded,need
@@ -239,8 +239,7 @@ def sum_grads(
     had = [p for p,n in zip(params, have) if n]
     for p in had:
         if p.grad is None: p.grad = torch.zeros_like(p)
-    for _,alike in groupby([p.grad for p in had], lambda g: (g.dtype,g.device)):
-        grads = [*alike]
+    for grads in in_buckets([p.grad for p in had], _large):
         flat = torch.cat([g.reshape(-1) for g in grads])
         if k!=1: flat *= k
         total = sum_of_ranks(flat).split([g.numel() for g in grads])
