@@ -2727,6 +2727,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'learnerdist/launch/processes.py'),
                                               'learnerdist.launch.processes._Call.__init__': ( 'launch/processes.html#_call.__init__',
                                                                                                'learnerdist/launch/processes.py'),
+                                              'learnerdist.launch.processes._Call.ask_to_end': ( 'launch/processes.html#_call.ask_to_end',
+                                                                                                 'learnerdist/launch/processes.py'),
                                               'learnerdist.launch.processes._Call.close': ( 'launch/processes.html#_call.close',
                                                                                             'learnerdist/launch/processes.py'),
                                               'learnerdist.launch.processes._Call.kill_group': ( 'launch/processes.html#_call.kill_group',

@@ -156,9 +156,12 @@ class _Call:
 
     def kill_group(self): self.proc.kill_group()
 
+    def ask_to_end(self):
+        "Let the process end, after which `close` has nothing to wait for"
+        with suppress(OSError): self.sentinel.send(None)
+
     def close(self):
         "End the process, with its children"
-        with suppress(OSError): self.sentinel.send(None)
         if self.code is not None: connection.wait([self.sentinel], 5)
         self.sentinel.close()
         self.proc.close()
@@ -225,6 +228,7 @@ class Ranks:
                 call.send(prepared, self.n_threads, self.once)
                 self.calls.append(call)
                 stack.callback(call.close)
+        for o in self.calls: stack.callback(o.ask_to_end) # all at once, before the first is closed
 
     def _start_rank(self, r, null, env, stack):
         "Start one process. null: descriptor of its input; env: its environment; stack: closes what it opens"
