@@ -29,11 +29,18 @@ class Die(Callback):
         self.event,self.at_epoch,self.at_iter,self.when,self.ranks = point
         if self.event!='commit': return setattr(type(self), self.event, lambda self: self.act())
         publish = snapshot._publish # all is written but the name
-        snapshot._publish = lambda *args: (self.act() if vars(self).get('learn') else None, publish(*args))
+        def publish_or_die(tmp, folder, info):
+            "At a step of the state, since the fit goes on while it is written"
+            due = rank_distrib() in self.ranks and info['epoch']>=self.at_epoch and info['step']>=self.at_iter
+            if due and vars(self).get('learn'): self.die()
+            publish(tmp, folder, info)
+        snapshot._publish = publish_or_die
     def act(self):
-        inner = self.event in ('after_pred','after_backward','before_batch','after_step','commit')
+        inner = self.event in ('after_pred','after_backward','before_batch','after_step')
         if rank_distrib() not in self.ranks or self.epoch<self.at_epoch: return
         if inner and (self.iter<self.at_iter or self.training!=self.when): return
+        self.die()
+    def die(self):
         if self.launcher: (self.folder/'lost').touch()
         if self.launcher: os.kill(self.launcher, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
