@@ -360,7 +360,7 @@ class TrainingLoop(Loop):
             source.dealer.part_size = source.dealer.size_of_part(part.number)
             b = source.dl.after_part(b)
         if step.statistics: step.statistics.begin_part()
-        if self.replica: self.replica.set_exchange(step.is_last and (self.by_parts or self.accumulation.is_last))
+        if self.replica and not self.by_parts: self.replica.set_exchange(self.accumulation.is_last)
         return b
 
     def params(self)->list:
