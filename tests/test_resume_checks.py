@@ -94,13 +94,13 @@ def holds(path):
     fit(path, cbs=[Wait()])
 
 def test_a_folder_in_use_is_refused(tmp_path):
-    "The lock ends with the process, also if that is killed"
+    "The lock says whose it is, and ends with the process, also if that is killed"
     with ThreadPoolExecutor() as pool:
         ends = pool.submit(run_ranks, holds, 1, tmp_path, errors='return')
         while not (tmp_path/'here').exists(): assert not wait([ends], .01).done, ends.result()
         pid = int((tmp_path/'here').read_text())
         try:
-            with pytest.raises(ValueError, match='ckpt is in use by another run'): fit(tmp_path)
+            with pytest.raises(ValueError, match=f'ckpt is in use by another run: process {pid} on .*, since 20'): fit(tmp_path)
         finally: os.kill(pid, signal.SIGKILL)
         assert 'SIGKILL' in ends.result()[0].message
     fit(tmp_path)

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c002
-import json,os,re,secrets,shutil,tempfile,time,zlib
+import errno,json,os,re,secrets,shutil,socket,tempfile,time,zlib
 from collections import deque
 from contextlib import nullcontext,suppress
 from functools import cache
@@ -269,13 +269,18 @@ def lock_folder(path:Path):
     """Lock a folder for this process, not for those that it forks, until the returned file is closed or the process
     ends. ValueError if it is in use"""
     import fcntl # not on Windows
-    file = open(path/'.lock', 'a')
+    file = open(path/'.lock', 'a+')
     try: fcntl.lockf(file, fcntl.LOCK_EX|fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f'{path} is in use by another run. Give this one another folder') from None
-    except OSError: return file # a file system without locks
+    except OSError as e:
+        if e.errno not in (errno.EACCES,errno.EAGAIN): return file # a file system without locks
+        file.seek(0)
+        with file: why = f'{path} is in use by another run: {file.read()}. Give this one another folder'
+        raise ValueError(why) from None
     if not os.fstat(file.fileno()).st_nlink: return lock_folder(path) # who had it has removed it meanwhile
+    file.truncate(0)
+    when = time.strftime('%Y-%m-%d %H:%M:%S')
+    file.write(f'process {os.getpid()} on {socket.gethostname()}, since {when}')
+    file.flush()
     return file
 
 def open_folder(path, resume:bool, make=True):
