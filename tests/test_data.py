@@ -56,7 +56,7 @@ def test_data_frame():
     assert TfmdDL(df, None).one_batch().tolist() == [0,.5]
     assert len(TfmdDL(df).new(df[:2], bs=1)) == 2
     assert sorted(torch.cat(list(TfmdDL(df, 2, shuffle=True, num_workers=1)))[:,0].tolist()) == [0,1,2,3,4]
-    with pytest.raises(TypeError, match='numpy.object_'): TfmdDL(pd.DataFrame(dict(a=['x']))).one_batch()
+    with pytest.raises(ValueError, match='give a collate_fn'): TfmdDL(pd.DataFrame(dict(a=['x']))).one_batch()
     with pytest.raises(ValueError, match='after_item'): TfmdDL(df, after_item=half)
 
 def test_dataloaders():

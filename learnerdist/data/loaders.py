@@ -111,8 +111,11 @@ def is_shuffled(sampler)->bool:
 
 # %% ../../nbs/data/01_loaders.ipynb #c018
 def _rows_tensor(b):
-    "Rows of a data frame as one tensor `(bs, columns)`; TypeError if they are not numbers: then give a `collate_fn`"
-    return torch.as_tensor(b.to_numpy().copy())
+    "Rows of a data frame as one tensor `(bs, columns)`; ValueError if they are not numbers"
+    try: return torch.as_tensor(b.to_numpy().copy())
+    except (TypeError, AttributeError) as e:
+        what = f'rows of {type(b).__name__} do not make a tensor of numbers ({e})'
+        raise ValueError(f'{what}: give a collate_fn that takes them') from e
 
 _COLLATES = (default_collate, default_convert, _rows_tensor)
 
