@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import torch
 from fastai.callback.fp16 import MixedPrecision,NonNativeMixedPrecision
-from fastai.callback.training import GradientAccumulation
 from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
+from fastai.callback.training import GradientAccumulation
 from fastai import learner as fastai_learner
 from fastai.learner import Learner,Recorder,join_path_file,noop
 from fastai.text.data import LMDataLoader
@@ -44,18 +44,19 @@ def _n_metered(rec):
     "Batches in the `train_metrics` of an epoch that is being trained on"
     within = rec.train_metrics and len(getattr(rec, 'log', ()))==1
     return rec.smooth_loss.count-([0,*rec.iters][-1]) if within else 0
-def _warn_metered(rec, n):
-    "In place of setting them: the meters of an epoch have no state"
-    text = f'train_metrics: those of this epoch are without its first {n:g} batches, from before the fit went on'
-    if n and is_rank0(): warn('lost-count', text)
+
+def _warns(text):
+    "How to set a number that a checkpoint cannot restore: a warning of what is lost, if it is not 0"
+    def warn_of(cb, n):
+        if n and is_rank0(): warn('lost-count', text.format(n))
+    return warn_of
+
+_metered = 'train_metrics: those of this epoch are without its first {:g} batches, from before the fit went on'
+_pending = 'the gradients of {:g} samples are lost, with which the fit had ended before its next step'
 
 def _n_pending(cb):
     "Samples of a step that had begun when the fit ended; in a fit a state waits for the step"
     return vars(cb).get('count', 0)
-def _warn_pending(cb, n):
-    "In place of setting them: gradients are not in a checkpoint"
-    text = f'the gradients of {n:g} samples are lost, with which the fit had ended before its next step'
-    if n and is_rank0(): warn('lost-count', text)
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c005s1
 def _losses(rec): return torch.stack([*map(torch.as_tensor, rec.losses)]) if rec.losses else torch.zeros(0)
@@ -98,9 +99,9 @@ def in_states(cls, *names, **made):
     for k,o in made.items(): setattr(cls, k, property(*o))
 
 _of_recorder = dict(all_losses=(_losses,_set_losses), smooth=(_smooth,_set_smooth))
-_of_recorder['n_metered'] = _n_metered,_warn_metered
+_of_recorder['n_metered'] = _n_metered,_warns(_metered)
 in_states(Recorder, 'lrs', 'iters', 'values', 'log', **_of_recorder)
-in_states(GradientAccumulation, n_pending=(_n_pending,_warn_pending))
+in_states(GradientAccumulation, n_pending=(_n_pending,_warns(_pending)))
 in_states(TrackerCallback, 'best', 'new_best', 'wait')
 in_states(ParamScheduler, 'hps')
 in_states(ShowGraphCallback, epoch_ends=(_epoch_ends,_set_epoch_ends))
